@@ -1,0 +1,1 @@
+"""The bidikv operator: reconciles ``BidiKVInference`` resources into prefill, decode and router workloads."""

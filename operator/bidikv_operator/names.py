@@ -1,0 +1,59 @@
+"""Every name the operator gives to something in the API: labels, annotations, conditions, reasons, children.
+
+One place for each name: a builder, a test or the chart never spells one out again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, Literal
+
+GROUP: Final = "serving.bidikv.io"
+VERSION: Final = "v1alpha1"
+KIND: Final = "BidiKVInference"
+PLURAL: Final = "bidikvinferences"
+SINGULAR: Final = "bidikvinference"
+SHORT_NAME: Final = "bidikv"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+CRD_NAME: Final = f"{PLURAL}.{GROUP}"
+
+FIELD_MANAGER: Final = "bidikv-operator"
+MANAGED_BY: Final = "bidikv-operator"
+
+# --- labels and annotations ----------------------------------------------------------------------------------------------
+LABEL_NAME: Final = "app.kubernetes.io/name"
+LABEL_COMPONENT: Final = "app.kubernetes.io/component"
+LABEL_PART_OF: Final = "app.kubernetes.io/part-of"
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+LABEL_OWNER: Final = f"{GROUP}/owner"
+"""Name of the BidiKVInference that a child belongs to. Child watches select on it."""
+LABEL_ROLE: Final = f"{GROUP}/role"
+ANNOTATION_CONFIG_HASH: Final = f"{GROUP}/config-hash"
+"""On the router's pod template: a changed ConfigMap rolls the router."""
+
+# --- roles -----------------------------------------------------------------------------------------------------------------
+Role = Literal["prefill", "decode", "router"]
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+ROUTER: Final = "router"
+ENGINE_CONTAINER: Final = "engine"
+ROUTER_CONTAINER: Final = "router"
+INSTALL_CONTAINER: Final = "install-connector"
+
+# --- conditions ------------------------------------------------------------------------------------------------------------
+ACCEPTED: Final = "Accepted"
+PREFILL_READY: Final = "PrefillReady"
+DECODE_READY: Final = "DecodeReady"
+ROUTER_READY: Final = "RouterReady"
+PROGRESSING: Final = "Progressing"
+READY: Final = "Ready"
+CONDITION_TYPES: Final = (ACCEPTED, PREFILL_READY, DECODE_READY, ROUTER_READY, PROGRESSING, READY)
+
+
+def child_name(owner: str, suffix: str, limit: int = 63) -> str:
+    """``owner-suffix``, shortened with a hash of the owner when it would pass ``limit`` (a DNS label)."""
+    name = f"{owner}-{suffix}"
+    if len(name) <= limit:
+        return name
+    digest = hashlib.sha256(owner.encode()).hexdigest()[:8]
+    return f"{owner[: limit - len(suffix) - 10].rstrip('-.')}-{digest}-{suffix}"

@@ -1,0 +1,93 @@
+"""Names and shapes on which operator, router and connector must agree.
+
+Standard library only: the operator, the router and a vLLM process all import it. A port, header, parameter or
+configuration key that crosses a process boundary is written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+# --- ports -----------------------------------------------------------------------------------------------------------
+ENGINE_PORT: Final = 8000
+"""vLLM's HTTP port in prefill and decode pods."""
+SIDE_CHANNEL_PORT: Final = 5600
+"""NIXL's handshake port (vLLM adds the data-parallel index)."""
+LOOKUP_PORT: Final = 5700
+"""The connector's lookup and validate port."""
+ROUTER_PORT: Final = 8000
+"""The router's port: OpenAI API, /health, /ready and /metrics."""
+
+# --- request parameters ------------------------------------------------------------------------------------------------
+KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
+"""vLLM's request field. The router removes whatever a client puts there."""
+SOURCES_PARAM: Final = "bidikv_sources"
+"""Key inside ``kv_transfer_params``: list of ``"host:port"`` lookup addresses that may hold this prompt's KV."""
+
+# --- sessions ------------------------------------------------------------------------------------------------------------
+SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")
+"""Request headers that name the session, first match wins (lower case)."""
+SESSION_BODY_KEYS: Final = ("prompt_cache_key", "previous_response_id", "conversation_id", "session_id")
+"""Top-level body keys that name the session when no header does."""
+
+# --- the connector inside vLLM -------------------------------------------------------------------------------------------
+CONNECTOR_CLASS: Final = "NixlConnector"
+"""Class name: vLLM 0.32 compares the *name* in several checks (config/vllm.py, platforms/cpu.py)."""
+CONNECTOR_MODULE: Final = "bidikv_runtime.connector.connector"
+HASH_ALGORITHM: Final = "sha256_cbor"
+"""vLLM prefix-cache hash that is equal in every process for equal tokens."""
+HASH_SEED: Final = "0"
+"""PYTHONHASHSEED of every engine: vLLM seeds the first block hash with it."""
+CONNECTOR_INSTALL_DIR: Final = "/opt/bidikv/connector"
+"""Where the init container copies the package; on PYTHONPATH of the engine container."""
+ENV_LOOKUP_HOST: Final = "BIDIKV_LOOKUP_HOST"
+"""Address on which the lookup port listens (the pod's IP)."""
+
+# --- the router's configuration -----------------------------------------------------------------------------------------
+ROUTER_CONFIG_DIR: Final = "/etc/bidikv"
+ROUTER_CONFIG_FILE: Final = "router.json"
+
+ReuseMode = Literal["Bidirectional", "OneWay"]
+"""Bidirectional: prefill reads the history from decode. OneWay: KV moves from prefill to decode only."""
+Fabric = Literal["EFA", "TCP"]
+BACKENDS: Final[dict[str, str]] = {"EFA": "LIBFABRIC", "TCP": "UCX"}
+"""NIXL backend per fabric. UCX over EFA silently falls to emulation speed, hence LIBFABRIC."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """The mounted configuration file of the router; written by the operator, read by the router."""
+
+    namespace: str
+    prefill_service: str
+    """Headless Service whose EndpointSlices list the prefill pods."""
+    decode_service: str
+    served_model_name: str
+    reuse: ReuseMode = "Bidirectional"
+    source_count: int = 2
+    """How many decode pods of a session's ranking are offered to prefill as sources."""
+    engine_port: int = ENGINE_PORT
+    lookup_port: int = LOOKUP_PORT
+    version: int = 1
+    """Schema version; the router refuses one that it does not know."""
+
+    def to_json(self) -> str:
+        """Stable text: equal configurations give equal bytes (a checksum of it rolls the router)."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def kv_transfer_config(*, fabric: Fabric, lookup_port: int = LOOKUP_PORT) -> dict[str, Any]:
+    """The value of vLLM's ``--kv-transfer-config`` for an engine of either role.
+
+    ``kv_both`` on both sides: a reading ``kv_producer`` lacks deferred block freeing (vLLM 0.32 scheduler). The failure
+    policy is a top-level field; vLLM ignores it inside the extra config.
+    """
+    return {
+        "kv_connector": CONNECTOR_CLASS,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"backends": [BACKENDS[fabric]], "bidikv_lookup_port": lookup_port},
+    }
