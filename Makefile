@@ -1,0 +1,58 @@
+# Everything a developer or CI runs. Each target installs what it needs and says what it does; see `make help`.
+PYTHON := .venv/bin/python
+export UV_SYSTEM_CERTS := 1
+export PATH := $(HOME)/.cache/bidikv/tools/bin:$(PATH)
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-cluster test-engine lint format generate constraints images engine \
+        cluster-up cluster-down cluster-status clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
+
+setup:  ## Python environment in .venv (idempotent)
+	@e2e/setup.sh
+
+engine: setup  ## vLLM and NIXL on CPU and the demo's model, in the cache (idempotent)
+	@$(PYTHON) -m e2e.engine.provision
+
+images: setup  ## Build the operator, runtime and engine images and load them into the local cluster
+	@$(PYTHON) -m e2e.images
+
+cluster-up: setup  ## Start the local Kubernetes, or check the one that KUBECONFIG names
+	@$(PYTHON) -m e2e.cluster up
+
+cluster-down: setup  ## Stop the local Kubernetes and everything it started
+	@$(PYTHON) -m e2e.cluster down
+
+cluster-status: setup  ## Show the cluster's state and its KUBECONFIG
+	@$(PYTHON) -m e2e.cluster status
+
+demo: cluster-up images engine  ## Three agent conversations on a real Kubernetes, with and without reuse
+	@$(PYTHON) -m e2e.demo
+
+test: lint cluster-up images engine  ## All tests
+	@$(PYTHON) -m pytest
+
+test-unit: setup  ## Tests that need nothing but Python
+	@$(PYTHON) -m pytest -m "not cluster and not engine"
+
+test-cluster: cluster-up images engine  ## Tests on the real Kubernetes
+	@$(PYTHON) -m pytest -m cluster
+
+test-engine: engine  ## Tests on real vLLM engines as host processes
+	@$(PYTHON) -m pytest -m engine
+
+lint: setup  ## ruff, mypy strict, import rules
+	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
+
+format: setup  ## Format the code
+	@.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+
+generate: setup  ## Regenerate crds/ and the chart's copy from the models
+	@$(PYTHON) -m bidikv_operator.api.crd --write
+
+constraints: setup  ## Resolve constraints.txt anew from pyproject.toml
+	@uv pip compile -q --python-version 3.11 --all-extras --group dev pyproject.toml -o constraints.txt --upgrade
+
+clean:  ## Remove build outputs in the tree (the cache stays)
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
