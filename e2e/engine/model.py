@@ -4,8 +4,8 @@ No model hub is needed, every output re-encodes to the same tokens, and a contex
 interpreter (it needs torch and transformers): ``python model.py DIRECTORY``.
 
 The shape is chosen for what the demo shows. Attention is narrow (4 heads of 64) and the MLP wide, so that the share of
-prefill that grows with new tokens only, as in a large model, outweighs the quadratic part. The output layer is scaled up
-because random weights give near-ties, in which float noise flips a greedy token (1 in about 300 with bfloat16).
+prefill that grows with new tokens only, as in a large model, outweighs the quadratic part. The output layer is scaled
+up because random weights give near-ties, in which float noise flips a greedy token (1 in about 300 with bfloat16).
 """
 
 from __future__ import annotations

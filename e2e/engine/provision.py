@@ -1,8 +1,8 @@
 """Install the engine environment (vLLM and NIXL on CPU) and make the demo's model, both cached outside the tree.
 
-``python -m e2e.engine.provision`` is idempotent: outputs are keyed by the content of their inputs and marked complete as
-the last step, so an interrupted run starts over and a second run takes no time. Stable links in ``LINKS`` lead to the
-current ones; the demo's resource and the tests name only the links.
+``python -m e2e.engine.provision`` is idempotent: outputs are keyed by the content of their inputs and marked complete
+as the last step, so an interrupted run starts over and a second run takes no time. Stable links in ``LINKS`` lead to
+the current ones; the demo's resource and the tests name only the links.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINKS = Path("/var/lib/bidikv")
 ENGINE_LINK = LINKS / "engine"
 MODEL_LINK = LINKS / "model"
 SYSTEM_PYTHON = "/usr/bin/python3"
-"""Debian's interpreter, at the same path on the host and in the images: the environment is mounted into pods as it is."""
+"""Debian's interpreter, at the same path on the host and in the images: pods mount the environment as it is."""
 PATCH_NAME = "bidikv_local_engine.pth"
 PATCH = "import os, time; os.sched_yield = lambda: time.sleep(1e-4)\n"
 """vLLM's shared-memory queue spins on sched_yield: on two cores, spinning engines starve everything for minutes."""

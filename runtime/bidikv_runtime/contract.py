@@ -45,6 +45,9 @@ CONNECTOR_INSTALL_DIR: Final = "/opt/bidikv/connector"
 ENV_LOOKUP_HOST: Final = "BIDIKV_LOOKUP_HOST"
 """Address on which the lookup port listens (the pod's IP)."""
 
+METRIC_REUSED_TOKENS: Final = "bidikv_reused_tokens_total"
+"""Counter in vLLM's /metrics: tokens whose KV was read from a source and validated."""
+
 # --- the router's configuration -----------------------------------------------------------------------------------------
 ROUTER_CONFIG_DIR: Final = "/etc/bidikv"
 ROUTER_CONFIG_FILE: Final = "router.json"

@@ -1,0 +1,46 @@
+"""Fixtures of the end-to-end tests: kubectl of the cluster in use, a namespace per test, the operator from its chart.
+
+Tests marked ``cluster`` run on the cluster that KUBECONFIG names explicitly, else on the local one (``make cluster-up``).
+Nothing sleeps for a fixed time: waiting is ``e2e.kubectl.eventually``, with a deadline.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from e2e.install import ROOT, install_operator
+from e2e.kubectl import Kubectl
+
+CRD = ROOT / "crds" / "serving.bidikv.io_bidikvinferences.yaml"
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Kubectl:
+    """kubectl of the cluster in use, not bound to a namespace."""
+    return Kubectl.connect()
+
+
+@pytest.fixture(scope="session")
+def crd(cluster: Kubectl) -> None:
+    """The CRD of this checkout, served; for tests that need no operator."""
+    cluster.run("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
+    cluster.run("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRD))
+
+
+@pytest.fixture(scope="session")
+def operator(cluster: Kubectl) -> None:
+    """The operator of this checkout, installed with its chart, two replicas."""
+    install_operator(cluster, "replicas=2")
+
+
+@pytest.fixture
+def namespace(cluster: Kubectl) -> Iterator[Kubectl]:
+    """A fresh namespace with kubectl bound to it; removed afterwards."""
+    name = f"e2e-{uuid.uuid4().hex[:8]}"
+    cluster.run("create", "namespace", name)
+    bound = cluster.within(name)
+    yield bound
+    cluster.run("delete", "namespace", name, "--wait=false")

@@ -1,0 +1,64 @@
+"""Rules of the repository that no linter knows."""
+
+from __future__ import annotations
+
+import operator
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from e2e.install import ROOT
+
+READMES = sorted(path for path in ROOT.glob("*/README.md") if not path.parent.name.startswith("."))
+ROW = re.compile(r"^\|[^|]*\|(?P<where>.*)\|\s*$")
+PATH = re.compile(r"`([\w./*-]+)`")
+
+
+def paths_in_tables(readme: Path) -> list[str]:
+    """Everything in code marks in the last columns of a README's tables that looks like a path."""
+    found: list[str] = []
+    for line in readme.read_text().splitlines():
+        if row := ROW.match(line):
+            found += [p for p in PATH.findall(row["where"]) if "/" in p or p.endswith((".py", ".yaml", ".json", ".go"))]
+    return found
+
+
+@pytest.mark.parametrize("folder", ["operator", "runtime", "crds", "charts", "e2e"])
+def test_every_top_folder_has_a_map(folder: str) -> None:
+    readme = ROOT / folder / "README.md"
+    assert readme.exists(), f"{folder}/README.md is missing"
+    assert paths_in_tables(readme), f"{folder}/README.md has no table 'to change X, edit Y'"
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda p: p.parent.name)
+def test_paths_named_in_the_maps_exist(readme: Path) -> None:
+    missing = [p for p in paths_in_tables(readme) if not list(readme.parent.glob(p)) and not list(ROOT.glob(p))]
+    assert not missing, f"{readme.relative_to(ROOT)} names {missing}, which do not exist"
+
+
+def test_operator_is_still_the_standard_library() -> None:
+    """A folder called ``operator`` stands at the root: as a package it would break every ``import operator``."""
+    assert Path(operator.__file__ or "").is_relative_to(Path(sys.base_prefix) / "lib")
+    assert not list((ROOT / "operator").glob("*.py")), "operator/ holds packages only, never a .py file of its own"
+
+
+def test_operator_is_the_standard_library_when_the_root_is_on_the_path() -> None:
+    code = "import operator, collections; print(operator.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "bidikv" not in done.stdout
+
+
+def test_no_path_of_a_machine_and_no_registry_in_the_tree() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    words = re.compile("|".join(["/wo" + "rk/", "pypi" + r"\.org", "proxy" + r"\.golang", "index-" + "url"]))
+    guilty = []
+    for name in tracked.stdout.splitlines():
+        file = ROOT / name
+        if file.suffix not in {".sum", ".png"} and file.is_file() and words.search(file.read_text(errors="replace")):
+            guilty.append(name)
+    assert not guilty
