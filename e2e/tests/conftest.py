@@ -1,6 +1,7 @@
 """Fixtures of the end-to-end tests: kubectl of the cluster in use, a namespace per test, the operator from its chart.
 
-Tests marked ``cluster`` run on the cluster that KUBECONFIG names explicitly, else on the local one (``make cluster-up``).
+Tests marked ``cluster`` run on the cluster that KUBECONFIG names explicitly, else on the local one
+(``make cluster-up``).
 Nothing sleeps for a fixed time: waiting is ``e2e.kubectl.eventually``, with a deadline.
 """
 
