@@ -14,6 +14,7 @@ KIND: Final = "BidiKVInference"
 PLURAL: Final = "bidikvinferences"
 SINGULAR: Final = "bidikvinference"
 SHORT_NAME: Final = "bidikv"
+CATEGORY: Final = "bidikv"
 API_VERSION: Final = f"{GROUP}/{VERSION}"
 CRD_NAME: Final = f"{PLURAL}.{GROUP}"
 
@@ -48,6 +49,28 @@ ROUTER_READY: Final = "RouterReady"
 PROGRESSING: Final = "Progressing"
 READY: Final = "Ready"
 CONDITION_TYPES: Final = (ACCEPTED, PREFILL_READY, DECODE_READY, ROUTER_READY, PROGRESSING, READY)
+ROLE_CONDITIONS: Final[dict[Role, str]] = {"prefill": PREFILL_READY, "decode": DECODE_READY, "router": ROUTER_READY}
+
+# --- reasons of conditions -----------------------------------------------------------------------------------------------
+REASON_VALID: Final = "Valid"
+REASON_INVALID: Final = "Invalid"
+REASON_ALL_READY: Final = "AllReplicasReady"
+REASON_SCALED_TO_ZERO: Final = "ScaledToZero"
+REASON_NOT_CREATED: Final = "NotCreated"
+REASON_STARTING: Final = "Starting"
+REASON_ROLLING_OUT: Final = "RollingOut"
+REASON_ROLLED_OUT: Final = "RolledOut"
+REASON_STALLED: Final = "Stalled"
+REASON_APPLY_FAILED: Final = "ApplyFailed"
+REASON_NAME_TAKEN: Final = "NameTaken"
+REASON_WAITING_FOR_DELETION: Final = "WaitingForDeletion"
+REASON_UNSCHEDULABLE: Final = "Unschedulable"
+REASON_IMAGE_PULL_FAILED: Final = "ImagePullFailed"
+REASON_CONTAINER_CONFIG: Final = "ContainerConfigError"
+REASON_OUT_OF_MEMORY: Final = "OutOfMemory"
+REASON_CRASHING: Final = "ContainerCrashing"
+REASON_POD_CREATION_FAILED: Final = "PodCreationFailed"
+REASON_READY: Final = "Ready"
 
 
 def child_name(owner: str, suffix: str, limit: int = 63) -> str:
