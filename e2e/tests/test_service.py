@@ -51,7 +51,7 @@ def ask(service: Service, messages: list[Message], *, salt: str, session: str, m
 
 
 def test_the_history_is_read_back_from_decode(service: Service) -> None:
-    """At least 90 % of a history that prefill has forgotten is read from decode, and the answer is the same as without."""
+    """At least 90 % of a history that prefill forgot is read from decode, and the answer is the same as without."""
     salt, tokens = uuid.uuid4().hex, 3 * 1000
     messages: list[Message] = [{"role": "user", "content": user_text(salt, "first", length=tokens)}]
     first = ask(service, messages, salt=salt, session="reader")
