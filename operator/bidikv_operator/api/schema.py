@@ -56,7 +56,8 @@ _REMEDIES: Final = {
     "propertyNames": "use a list with list-map keys, or a CEL rule over the map's keys",
     "examples": "write the example into the description",
 }
-_INTEGER_RANGES: Final = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1)}
+_INTEGER_RANGES: Final = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**53), 2**53)}
+"""The API server keeps bounds as float64: a maximum of 2**63 - 1 overflows there and refuses every value."""
 _STRING_FORMATS: Final = frozenset({"date-time"})
 """Formats that the API server really checks and that bound the string's length for CEL."""
 _LIST_TYPES: Final = frozenset({"atomic", "set", "map"})
@@ -224,7 +225,9 @@ class _Converter:
         if "minimum" not in node or "maximum" not in node:
             raise SchemaError(f"{place.name}: integer without both bounds; set ge and le")
         if not lowest <= node["minimum"] <= node["maximum"] <= highest:
-            raise SchemaError(f"{place.name}: bounds {node['minimum']}..{node['maximum']} do not fit {wanted}")
+            raise SchemaError(
+                f"{place.name}: bounds {node['minimum']}..{node['maximum']} do not fit {wanted} as a float64"
+            )
 
     def _convert_array(self, node: Node, place: _Place) -> None:
         if "maxItems" not in node:

@@ -61,14 +61,16 @@ NAME_RULES: Final = (
         f"self.metadata.name.size() <= {MAX_NAME_LENGTH}",
         f"metadata.name is too long: use at most {MAX_NAME_LENGTH} characters, because the names of its pods and "
         "Services start with it",
+        ".metadata.name",
     ),
     cel(
         "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
         "metadata.name must start with a letter and hold only lower-case letters, digits and '-', because its Service "
         "has the same name: choose another name (dots are not allowed)",
+        ".metadata.name",
     ),
 )
-"""CEL rules of the root. Rules there may look at ``metadata.name`` only."""
+"""CEL rules of the root; of the metadata, the API server shows a rule there only ``name`` and ``generateName``."""
 
 # DNS subdomain, as Kubernetes checks the names of Secrets and PersistentVolumeClaims.
 _DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
@@ -76,7 +78,7 @@ Name = Annotated[str, Field(min_length=1, max_length=253, pattern=_DNS_SUBDOMAIN
 Argument = Annotated[str, Field(min_length=1, max_length=4096)]
 Replicas = Annotated[int, Field(ge=0, le=1024)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Generation = Annotated[int, Field(ge=0, le=2**63 - 1, json_schema_extra={"format": "int64"})]
+Generation = Annotated[int, Field(ge=0, le=2**53, json_schema_extra={"format": "int64"})]
 
 OWNED_FLAGS: Final = (
     "--kv-transfer-config",
