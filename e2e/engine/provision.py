@@ -24,7 +24,7 @@ MODEL_LINK = LINKS / "model"
 SYSTEM_PYTHON = "/usr/bin/python3"
 """Debian's interpreter, at the same path on the host and in the images: pods mount the environment as it is."""
 PATCH_NAME = "bidikv_local_engine.pth"
-PATCH = "import os, time; os.sched_yield = lambda: time.sleep(1e-4)\n"
+PATCH = "import functools, os, time; os.sched_yield = functools.partial(time.sleep, 1e-4)\n"
 """vLLM's shared-memory queue spins on sched_yield: on two cores, spinning engines starve everything for minutes."""
 
 
