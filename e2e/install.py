@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from e2e.cluster import access
+from e2e.cluster.paths import find_paths, find_tool
 from e2e.kubectl import Kubectl
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,15 @@ def install_operator(kubectl: Kubectl, *overrides: str) -> None:
     """
     images = image_references()
     values = [f"image.reference={images['operator']}", f"runtimeImage.reference={images['runtime']}", *overrides]
-    argv = [str(access.helm()), "upgrade", "--install", RELEASE, str(CHART), "--kubeconfig", kubectl.kubeconfig]
+    argv = [
+        find_tool("helm", find_paths()),
+        "upgrade",
+        "--install",
+        RELEASE,
+        str(CHART),
+        "--kubeconfig",
+        kubectl.kubeconfig,
+    ]
     argv += ["--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", f"{TIMEOUT_SECONDS}s"]
     for value in values:
         argv += ["--set", value]
@@ -55,5 +63,13 @@ def install_operator(kubectl: Kubectl, *overrides: str) -> None:
 
 def uninstall_operator(kubectl: Kubectl) -> None:
     """``helm uninstall``; the CRD and the resources stay."""
-    argv = [str(access.helm()), "uninstall", RELEASE, "--kubeconfig", kubectl.kubeconfig, "--namespace", NAMESPACE]
+    argv = [
+        find_tool("helm", find_paths()),
+        "uninstall",
+        RELEASE,
+        "--kubeconfig",
+        kubectl.kubeconfig,
+        "--namespace",
+        NAMESPACE,
+    ]
     subprocess.run([*argv, "--ignore-not-found", "--wait"], check=True, capture_output=True, timeout=120)

@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-from e2e.cluster import access
+from e2e.cluster.paths import find_external_kubeconfig, find_paths, find_tool
+from e2e.cluster.progress import ClusterError
 
 Manifest = dict[str, Any]
 T = TypeVar("T")
@@ -39,7 +41,14 @@ class Kubectl:
         Raises:
             SystemExit: there is neither; the message says what to run.
         """
-        return Kubectl(binary=str(access.kubectl()), kubeconfig=str(access.kubeconfig()))
+        try:
+            paths = find_paths()
+            kubeconfig = find_external_kubeconfig(paths) or str(paths.kubeconfig)
+            if not Path(kubeconfig).exists():
+                raise SystemExit(f"{kubeconfig} does not exist: run `make cluster-up`, or set KUBECONFIG")
+            return Kubectl(binary=find_tool("kubectl", paths), kubeconfig=kubeconfig)
+        except ClusterError as error:
+            raise SystemExit(str(error)) from None
 
     def within(self, namespace: str) -> Kubectl:
         """The same cluster, bound to ``namespace``."""
