@@ -45,8 +45,26 @@ CONNECTOR_INSTALL_DIR: Final = "/opt/bidikv/connector"
 ENV_LOOKUP_HOST: Final = "BIDIKV_LOOKUP_HOST"
 """Address on which the lookup port listens (the pod's IP)."""
 
+# --- metrics of the connector, in vLLM's own /metrics --------------------------------------------------------------------
+METRIC_LOOKUPS: Final = "bidikv_lookups_total"
+"""Requests that asked sources, by ``result``: hit, miss, silent, refused."""
+METRIC_LOOKUP_SECONDS: Final = "bidikv_lookup_seconds"
+"""Histogram: from the first question of a request to its decision."""
 METRIC_REUSED_TOKENS: Final = "bidikv_reused_tokens_total"
-"""Counter in vLLM's /metrics: tokens whose KV was read from a source and validated."""
+"""Tokens whose KV was read from a source and validated."""
+METRIC_DISCARDED_TOKENS: Final = "bidikv_discarded_tokens_total"
+"""Tokens found at a source whose KV did not arrive or did not validate; they were recomputed."""
+METRIC_READ_BYTES: Final = "bidikv_read_bytes_total"
+METRIC_READ_SECONDS: Final = "bidikv_read_seconds"
+"""Histogram: from the start of a read (first handshake included) to its validation, per rank."""
+METRIC_VALIDATE_FAILURES: Final = "bidikv_validate_failures_total"
+"""Reads that did not validate in full, by ``reason``: reallocated, restarted, silent, read_failed; per rank."""
+METRIC_PUBLISHED_BLOCKS: Final = "bidikv_published_blocks"
+"""Gauge: KV blocks of this engine that other engines may read."""
+
+# --- the router's metrics that others read ------------------------------------------------------------------------------
+METRIC_TIME_TO_FIRST_TOKEN: Final = "bidikv_router_time_to_first_token_seconds"
+"""Histogram by ``path``: from a streamed request fully received to the first byte of its answer's body."""
 
 # --- the router's configuration -----------------------------------------------------------------------------------------
 ROUTER_CONFIG_DIR: Final = "/etc/bidikv"

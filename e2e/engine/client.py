@@ -1,0 +1,163 @@
+"""Client of one engine for tests: chat completions with token ids and log-probabilities, metrics, cache reset."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from bidikv_runtime import contract
+from e2e.engine.local import SERVED_MODEL, LocalEngine
+
+REQUEST_SECONDS = 120.0
+"""Longer than any request here takes on a busy machine: a hung engine fails the test instead of blocking it."""
+
+Message = Mapping[str, str]
+
+
+@dataclass
+class Completion:
+    """One choice."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    top_logprobs: list[dict[str, float]] = field(default_factory=list)
+    """Per position, log-probability of the five likeliest tokens."""
+    finish_reason: str | None = None
+
+
+def logprob_distance(first: Sequence[Mapping[str, float]], second: Sequence[Mapping[str, float]]) -> float:
+    """Largest difference at any position; infinite where the likeliest tokens or the lengths differ.
+
+    Tokens alone are no proof: a random model's greedy token often stays the same under other KV.
+    """
+    if len(first) != len(second):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(first, second, strict=True):
+        if max(a, key=a.__getitem__) not in b:
+            return float("inf")
+        worst = max(worst, *(abs(a[token] - b[token]) for token in a.keys() & b.keys()))
+    return worst
+
+
+class Metrics:
+    """A scrape of /metrics."""
+
+    def __init__(self, text: str) -> None:
+        self._samples: list[tuple[str, dict[str, str], float]] = []
+        for line in text.splitlines():
+            match = re.fullmatch(r"(\w[\w:]*)(?:\{(.*)\})? (\S+)", line)
+            if match:
+                labels = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2] or ""))
+                self._samples.append((match[1], labels, float(match[3])))
+
+    def names(self) -> set[str]:
+        return {name for name, _, _ in self._samples}
+
+    def value(self, name: str, **labels: str) -> float:
+        """Sum of the samples with these labels.
+
+        Raises:
+            KeyError: there is no such series.
+        """
+        found = [value for n, have, value in self._samples if n == name and labels.items() <= have.items()]
+        if not found:
+            raise KeyError(f"no series {name} {labels}")
+        return sum(found)
+
+
+class EngineClient:
+    """HTTP client bound to one engine; an asynchronous context manager."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> EngineClient:
+        self._session = aiohttp.ClientSession(self.engine.url, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        sources: Any = None,
+        stream: bool = True,
+        **parameters: Any,
+    ) -> list[Completion]:
+        """Greedy completion; one ``Completion`` per choice.
+
+        Args:
+            messages: the conversation.
+            max_tokens: output length; exact unless ``ignore_eos`` is switched off or a stop string matches.
+            sources: value of the sources parameter, sent as it is; None sends no KV parameters.
+            stream: whether to ask for server-sent events.
+            parameters: more fields of the request.
+
+        Raises:
+            RuntimeError: the engine answered with an error.
+        """
+        body: dict[str, Any] = {
+            "model": SERVED_MODEL,
+            "messages": list(messages),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+            "logprobs": True,
+            "top_logprobs": 5,
+        } | parameters
+        if sources is not None:
+            body[contract.KV_TRANSFER_PARAMS] = {contract.SOURCES_PARAM: sources}
+        completions: list[Completion] = [Completion() for _ in range(parameters.get("n", 1))]
+        assert self._session is not None, "use the client as a context manager"
+        async with self._session.post("/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{self.engine.name} answered {response.status}: {await response.text()}")
+            if not stream:
+                for choice in (await response.json())["choices"]:
+                    _add(completions[choice["index"]], choice, choice["message"])
+                return completions
+            async for line in response.content:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"{self.engine.name} failed while streaming: {event['error']}")
+                for choice in event["choices"]:
+                    _add(completions[choice["index"]], choice, choice["delta"])
+        return completions
+
+    async def metrics(self) -> Metrics:
+        assert self._session is not None, "use the client as a context manager"
+        async with self._session.get("/metrics") as response:
+            return Metrics(await response.text())
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the engine's prefix cache; whether it did (it refuses while blocks are in use)."""
+        assert self._session is not None, "use the client as a context manager"
+        async with self._session.post("/reset_prefix_cache") as response:
+            return response.status == 200
+
+
+def _add(completion: Completion, choice: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+    completion.text += message.get("content") or ""
+    completion.tokens += choice.get("token_ids") or []
+    positions: Iterable[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
+    completion.top_logprobs += [{top["token"]: top["logprob"] for top in p["top_logprobs"]} for p in positions]
+    completion.finish_reason = choice.get("finish_reason") or completion.finish_reason

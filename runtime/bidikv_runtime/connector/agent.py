@@ -1,0 +1,73 @@
+"""Two corrections to the NIXL agent that vLLM builds, made around vLLM's own construction of it.
+
+Measured with NIXL 1.5.1 (its Python layer sets both values itself and offers no parameter for the first):
+
+- Its progress thread spins (``pthrDelay = 0``): 0.5-0.7 of a core per engine, idle or not. With a delay the thread
+  waits on events: 0.015 of a core, and reads are no slower. Without the thread, a first read from an idle engine never
+  completes.
+- Its synchronisation mode is "none", although vLLM calls the agent from its handshake thread and its main thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class _Bindings:
+    """The binding module with another configuration class."""
+
+    def __init__(self, bindings: Any, config_class: type) -> None:
+        self._bindings = bindings
+        self.nixlAgentConfig = config_class
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bindings, name)
+
+
+@contextmanager
+def agent_settings(agent_class: Any, progress_delay_us: int) -> Iterator[None]:
+    """Agents built inside get the progress delay and strict synchronisation.
+
+    Args:
+        agent_class: NIXL's ``nixl_agent``, in whose module the binding is replaced for the time being.
+        progress_delay_us: microseconds between polls of the progress thread.
+    """
+    module: Any = sys.modules[agent_class.__module__]
+    bindings = module.nixlBind
+    base = bindings.nixlAgentConfig
+    strict = bindings.NIXL_THREAD_SYNC_STRICT
+
+    def fixed(name: str, value: Any) -> property:
+        descriptor = getattr(base, name)
+        return property(descriptor.__get__, lambda config, _ignored: descriptor.__set__(config, value))
+
+    config_class = type(
+        "nixlAgentConfig",
+        (base,),
+        {"pthrDelay": fixed("pthrDelay", progress_delay_us), "syncMode": fixed("syncMode", strict)},
+    )
+    module.nixlBind = _Bindings(bindings, config_class)
+    try:
+        yield
+    finally:
+        module.nixlBind = bindings
+
+
+class QuietAgent:
+    """A NIXL agent that sends no notifications: a source holds nothing for its readers, and an idle one never polls."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def make_prepped_xfer(self, *arguments: Any, notif_msg: bytes = b"", **options: Any) -> Any:
+        """Prepare a transfer without its completion notification."""
+        return self._agent.make_prepped_xfer(*arguments, **options)
+
+    def send_notif(self, *arguments: Any, **options: Any) -> None:
+        """Send nothing."""

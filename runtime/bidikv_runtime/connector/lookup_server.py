@@ -1,0 +1,114 @@
+"""The lookup port: a thread beside the scheduler that answers LOOKUP and VALIDATE from the publication index.
+
+It needs no engine step, so an idle engine answers and stays idle. It keeps nothing per reader: a reader that goes away
+in the middle of a read leaves nothing behind, and a restarted source is told apart by its epoch alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from typing import Final
+
+import zmq
+
+from bidikv_runtime.connector import wire
+from bidikv_runtime.connector.compatibility import Compatibility
+from bidikv_runtime.connector.index import PublicationIndex
+
+POLL_MS: Final = 500
+"""How often an idle server looks whether it shall stop."""
+QUEUE_LENGTH: Final = 1000
+"""Messages queued per reader, in each direction; zmq drops what is over, and the reader's deadline covers it."""
+
+
+class LookupPortError(RuntimeError):
+    """The lookup port cannot be opened."""
+
+
+def answer(index: PublicationIndex, compatibility: Compatibility, peer: wire.Peer, request: wire.Request) -> wire.Reply:
+    """Reply to one request. Depends on the index alone."""
+    if request.version != wire.VERSION:
+        return wire.Refused(request.sequence, wire.VERSION, {})
+    if isinstance(request, wire.Validate):
+        valid = index.validate(request.blocks, request.publications) if request.epoch == index.epoch else 0
+        return wire.Validated(request.sequence, index.epoch, valid)
+    if request.compatibility != compatibility.digest():
+        return wire.Refused(request.sequence, wire.VERSION, compatibility.describe())
+    blocks, publications = index.lookup(request.hashes)
+    return wire.Found(request.sequence, index.epoch, blocks, publications, peer)
+
+
+class LookupServer:
+    """Opens the port at construction and serves it until ``stop``."""
+
+    def __init__(
+        self,
+        index: PublicationIndex,
+        compatibility: Compatibility,
+        peer: wire.Peer,
+        host: str,
+        port: int,
+        logger: logging.Logger,
+    ) -> None:
+        """Port 0 takes any free port; ``port`` then holds it.
+
+        Raises:
+            LookupPortError: one sentence that names the address and the remedy.
+        """
+        self._index, self._compatibility, self._peer, self._logger = index, compatibility, peer, logger
+        self._stopping = threading.Event()
+        self._malformed_logged = False
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IPV6, 1 if ":" in host else 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAXIMUM_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
+        self._socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        try:
+            if port:
+                self._socket.bind(f"{address}:{port}")
+                self.port = port
+            else:
+                self.port = self._socket.bind_to_random_port(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise LookupPortError(
+                f"the lookup port {host}:{port} cannot be opened ({error}): set bidikv_lookup_port in "
+                "kv_connector_extra_config to a free port and BIDIKV_LOOKUP_HOST to an address of this host"
+            ) from None
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="bidikv-lookup")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the port; waits for at most a few polls."""
+        self._stopping.set()
+        self._thread.join(timeout=5 * POLL_MS / 1000)
+
+    def _serve(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                if self._socket.poll(POLL_MS):
+                    self._serve_one()
+        except zmq.ZMQError:
+            if not self._stopping.is_set():
+                self._logger.exception("the lookup port failed: peers recompute instead of reading from this engine")
+        finally:
+            self._context.destroy(linger=0)
+
+    def _serve_one(self) -> None:
+        frames = self._socket.recv_multipart()
+        try:
+            if len(frames) != 2:
+                raise wire.WireError(f"a message has {len(frames)} frames instead of 2")
+            reply = answer(self._index, self._compatibility, self._peer, wire.decode_request(frames[1]))
+        except wire.WireError as error:
+            if not self._malformed_logged:  # once: whoever can reach the port could fill the log
+                self._malformed_logged = True
+                self._logger.warning("the lookup port drops malformed messages, the first one because %s", error)
+            return
+        with contextlib.suppress(zmq.Again):  # a reader that does not take its replies: its deadline covers it
+            self._socket.send_multipart((frames[0], wire.encode(reply)), zmq.NOBLOCK)

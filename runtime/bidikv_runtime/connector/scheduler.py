@@ -1,0 +1,319 @@
+"""The connector's scheduler side: publish what this engine holds, look up what other engines hold.
+
+Everything here runs in vLLM's scheduler thread. Two rules make it safe:
+
+- A block is published when its request finishes, before vLLM frees it, and carries a re-use watcher from then on: vLLM
+  calls it inside ``get_new_blocks``, before the block can be written again.
+- Of a finished request only those blocks are published whose tokens were computed in steps that have ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+
+from bidikv_runtime.connector import wire
+from bidikv_runtime.connector.choice import Answer, choose_answer, is_decided
+from bidikv_runtime.connector.compatibility import compute_compatibility, validate_engine
+from bidikv_runtime.connector.index import PublicationIndex
+from bidikv_runtime.connector.lookup_client import LookupClient, Question
+from bidikv_runtime.connector.lookup_server import LookupServer
+from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata
+from bidikv_runtime.connector.settings import Settings
+from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
+from bidikv_runtime.connector.stats import VerifiedReadStats
+
+logger = init_logger("vllm.bidikv.scheduler")
+
+ANSWER_LIFE = 2.0
+"""Seconds after which the answer for a request that still waits for blocks is asked for again: it is likely stale."""
+LOOKUP_BUDGET = 3
+"""Lookups per request: one that keeps waiting reads by an old answer, which validation covers."""
+
+
+class Phase(enum.Enum):
+    ASKING = enum.auto()
+    MATCHED = enum.auto()
+    LOADING = enum.auto()
+    SETTLED = enum.auto()
+    """Nothing more to read for this request: it computes what is left."""
+
+
+@dataclass
+class Reuse:
+    """What one request does about the KV that its sources may hold."""
+
+    request: Any
+    sources: tuple[Source, ...]
+    phase: Phase = Phase.SETTLED
+    lookups: int = 0
+    first_block: int = 0
+    """Index, in the request, of the first block that was asked for."""
+    asked: int = 0
+    started: float = 0.0
+    settle_until: float = float("inf")
+    questions: list[Question] = field(default_factory=list)
+    answer: Answer | None = None
+    read_block: int = 0
+    """Index of the first block to be read: those before it are in the local cache."""
+    read_tokens: int = 0
+
+
+class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
+    """Replaces upstream's decisions (handles, leases, heartbeats) and keeps its handshake listener."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings) -> None:
+        specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+        validate_engine(vllm_config, vllm_version, os.environ, current_platform.device_type, specs)
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.settings = settings
+        self.stats = VerifiedReadStats()
+        self.index = PublicationIndex()
+        self._compatibility = compute_compatibility(vllm_config, vllm_version, os.environ)
+        self._digest = self._compatibility.digest()
+        self._client = LookupClient(settings.silent_period)
+        self._pool: Any = None
+        self._reuses: dict[str, Reuse] = {}
+        self._reads: dict[str, tuple[list[int], int, wire.Peer]] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._reported_blocks = 0
+        self._refusals_logged: set[Source] = set()
+        self._server = LookupServer(
+            self.index,
+            self._compatibility,
+            wire.Peer(engine_id, self.side_channel_host, self.side_channel_port, self.transfer_tp_size),
+            settings.lookup_host,
+            settings.lookup_port + vllm_config.parallel_config.data_parallel_index,  # as vLLM does for the side channel
+            logger,
+        )
+        logger.info("lookup port %s:%d, engine %s", settings.lookup_host, self._server.port, engine_id)
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """Take the scheduler's block pool, whose re-use watchers un-publish."""
+        self._pool = pool
+
+    def clear_publications(self) -> None:
+        """Forget all published blocks (weights changed, or the cache was reset)."""
+        self.index.clear()
+
+    def shutdown(self) -> None:
+        self._server.stop()
+        self._client.close()
+        super().shutdown()
+
+    # --- source -------------------------------------------------------------------------------------------------------
+
+    def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Publish the request's full blocks. Never delays their freeing: they stay readable until they are re-used."""
+        reuse = self._reuses.pop(request.request_id, None)
+        if reuse is not None and reuse.phase is Phase.LOADING:
+            # Aborted during the read: num_computed_tokens already counts tokens whose KV has not arrived.
+            return False, None
+        # The last sampled token has no KV; a step in flight may not have written its tokens' KV yet.
+        computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+        hashes = self._hashes(request)
+        count = min(max(0, computed) // self.block_size, len(block_ids[0]), len(hashes))
+        if count:
+            new = self.index.publish([bytes(hashes[i]) for i in range(count)], block_ids[0][:count])
+            if new:
+                self._watch(new)
+        return False, None
+
+    def _watch(self, block_ids: list[int]) -> None:
+        # touch and unpin_blocks are vLLM's way to set a watcher. They add and remove one reference; the request still
+        # holds its own, so the blocks' place in the free queue is untouched.
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.touch(blocks)
+        self._pool.unpin_blocks(blocks, self._on_reuse)
+
+    def _on_reuse(self, block: Any) -> None:
+        self.index.unpublish((block.block_id,))
+
+    # --- reader -------------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Nothing: upstream's parameters (handles, heartbeats) have no meaning here."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond the local prefix that a source holds.
+
+        Returns:
+            ``(None, False)`` to be asked again while sources may still answer, else ``(tokens, True)`` for a read, or
+            ``(0, False)``.
+        """
+        if not request.kv_transfer_params or request.skip_reading_prefix_cache:
+            return 0, False
+        reuse = self._reuses.get(request.request_id)
+        if reuse is None:
+            reuse = self._reuses[request.request_id] = Reuse(request, self._sources(request))
+            self._start_lookup(reuse, num_computed_tokens)
+        elif reuse.phase is Phase.MATCHED and self._is_outdated(reuse, num_computed_tokens):
+            self._start_lookup(reuse, num_computed_tokens)
+        if reuse.phase is Phase.ASKING and not self._finish_lookup(reuse):
+            return None, False
+        if reuse.phase is not Phase.MATCHED:
+            return 0, False
+        tokens = self._matched_tokens(reuse, num_computed_tokens)
+        if tokens < self.settings.minimum_tokens:
+            reuse.phase = Phase.SETTLED
+            return 0, False
+        reuse.read_block = num_computed_tokens // self.block_size
+        return tokens, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks for the matched tokens are allocated: hand the read to the workers with this step's metadata."""
+        reuse = self._reuses.get(request.request_id)
+        if not num_external_tokens or reuse is None or reuse.phase is not Phase.MATCHED or reuse.answer is None:
+            return
+        count = num_external_tokens // self.block_size
+        offset = reuse.read_block - reuse.first_block
+        answer = reuse.answer
+        local = blocks.get_block_ids()[0][reuse.read_block : reuse.read_block + count]
+        remote = tuple(answer.blocks[offset : offset + count])
+        assert len(local) == len(remote) == count, (len(local), len(remote), count)
+        reuse.phase = Phase.LOADING
+        reuse.read_tokens = num_external_tokens
+        self._reads[request.request_id] = (local, reuse.read_block, answer.peer)
+        self._tickets[request.request_id] = Ticket(
+            answer.source, answer.epoch, remote, tuple(answer.publications[offset : offset + count])
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> VerifiedReadMetadata:
+        """This step's reads and their tickets."""
+        metadata = VerifiedReadMetadata()
+        metadata.scheduler_clock = time.perf_counter()
+        for request_id, (local, read_block, peer) in self._reads.items():
+            metadata.add_new_req_to_recv(
+                request_id=request_id,
+                local_block_ids=(local,),
+                kv_transfer_params={
+                    "remote_block_ids": (list(self._tickets[request_id].blocks),),
+                    "remote_engine_id": peer.engine_id,
+                    "remote_request_id": request_id,
+                    "remote_host": peer.host,
+                    "remote_port": peer.port,
+                    "tp_size": peer.tensor_parallel_size,
+                },
+                local_num_computed_blocks=(read_block,),
+                awaiting_kvs=True,
+            )
+        metadata.tickets, self._tickets, self._reads = self._tickets, {}, {}
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Reads that ended in every rank. vLLM has by now cut ``num_computed_tokens`` back to what validated."""
+        for request_id in connector_output.finished_recving or ():
+            reuse = self._reuses.get(request_id)
+            if reuse is None or reuse.phase is not Phase.LOADING:
+                continue  # aborted during the read
+            reuse.phase = Phase.SETTLED
+            local_tokens = reuse.read_block * self.block_size
+            reused = max(0, reuse.request.num_computed_tokens - local_tokens)
+            self.stats.record_load(reused, reuse.read_tokens - reused)
+
+    def get_kv_connector_stats(self) -> VerifiedReadStats | None:
+        """Scheduler-side observations since the last step."""
+        published = len(self.index)
+        if published != self._reported_blocks:
+            self._reported_blocks = published
+            self.stats.record_published_blocks(published)
+        return None if self.stats.is_empty() else self.stats.clone_and_reset()
+
+    # --- lookup -------------------------------------------------------------------------------------------------------
+
+    def _sources(self, request: Any) -> tuple[Source, ...]:
+        try:
+            return parse_sources(request.kv_transfer_params)
+        except SourcesError as error:
+            logger.warning("request %s reuses nothing: %s", request.request_id, error)
+            return ()
+
+    def _hashes(self, request: Any) -> Any:
+        return resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_size)
+
+    def _last_block(self, request: Any) -> int:
+        # At least one token is left to compute: its output is the request's next token.
+        last: int = min((request.num_tokens - 1) // self.block_size, len(self._hashes(request)))
+        return last
+
+    def _is_outdated(self, reuse: Reuse, num_computed_tokens: int) -> bool:
+        """The request waited for blocks since its lookup: the answer is old, or starts after the local prefix."""
+        shrunk = num_computed_tokens // self.block_size < reuse.first_block
+        return shrunk or (reuse.lookups < LOOKUP_BUDGET and time.monotonic() - reuse.started > ANSWER_LIFE)
+
+    def _start_lookup(self, reuse: Reuse, num_computed_tokens: int) -> None:
+        """Ask all sources at once, then wait a moment in place: most answer within a millisecond."""
+        first = num_computed_tokens // self.block_size
+        last = min(self._last_block(reuse.request), first + wire.MAXIMUM_BLOCKS)
+        sources = [source for source in reuse.sources if not self._client.is_silent(source)]
+        enough = (last - first) * self.block_size >= self.settings.minimum_tokens
+        if not enough or reuse.lookups >= LOOKUP_BUDGET or not sources:
+            if enough and reuse.sources and not sources:
+                self.stats.record_lookup("silent", 0.0)
+            reuse.phase = Phase.SETTLED
+            return
+        all_hashes = self._hashes(reuse.request)
+        hashes = [bytes(all_hashes[i]) for i in range(first, last)]
+        reuse.phase, reuse.answer, reuse.settle_until = Phase.ASKING, None, float("inf")
+        reuse.first_block, reuse.asked, reuse.started = first, last - first, time.monotonic()
+        reuse.lookups += 1
+
+        def build(sequence: int) -> wire.Lookup:
+            return wire.Lookup(wire.VERSION, sequence, self._digest, hashes)
+
+        reuse.questions = [self._client.ask(source, build, self.settings.lookup_deadline) for source in sources]
+        self._client.wait(reuse.questions, self.settings.inline_wait)
+
+    def _finish_lookup(self, reuse: Reuse) -> bool:
+        """Whether the sources' answers are decided; the request is then matched or settled."""
+        self._client.poll()
+        now = time.monotonic()
+        answer = choose_answer(reuse.questions, self.engine_id)
+        if answer is not None and reuse.settle_until == float("inf"):
+            reuse.settle_until = now + self.settings.settle_wait
+        if not is_decided(reuse.questions, answer, reuse.asked, reuse.settle_until, now):
+            return False
+        reuse.answer = answer
+        reuse.phase = Phase.MATCHED if answer is not None else Phase.SETTLED
+        self.stats.record_lookup(self._result(reuse), now - reuse.started)
+        reuse.questions = []
+        return True
+
+    def _result(self, reuse: Reuse) -> str:
+        replies = [question.reply for question in reuse.questions]
+        for question in reuse.questions:
+            if isinstance(question.reply, wire.Refused):
+                self._log_refusal(question.source, question.reply)
+        if reuse.answer is not None:
+            return "hit"
+        if any(isinstance(reply, wire.Found) for reply in replies):
+            return "miss"
+        return "refused" if any(replies) else "silent"
+
+    def _log_refusal(self, source: Source, refused: wire.Refused) -> None:
+        if source in self._refusals_logged or len(self._refusals_logged) > 1000:
+            return
+        self._refusals_logged.add(source)
+        reason = (
+            f"it speaks version {refused.version} of the protocol and this engine {wire.VERSION}"
+            if refused.version != wire.VERSION
+            else self._compatibility.explain(refused.compatibility)
+        )
+        logger.warning("source %s refuses to share KV: %s; its KV is recomputed instead", source, reason)
+
+    def _matched_tokens(self, reuse: Reuse, num_computed_tokens: int) -> int:
+        """Tokens after the local prefix that the answer covers; negative when the local prefix has outgrown it."""
+        if reuse.answer is None:
+            return 0
+        end = min(reuse.first_block + len(reuse.answer.blocks), self._last_block(reuse.request))
+        tokens: int = end * self.block_size - num_computed_tokens
+        return tokens

@@ -1,0 +1,62 @@
+"""Sources: the lookup addresses that a request names as holders of its prompt's KV.
+
+They come from the router over the API, so they may be anything. A bad value costs the reuse of that request, with a
+warning, and never the request or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from bidikv_runtime import contract
+
+MAXIMUM_SOURCES: Final = 8
+"""More sources than this are not asked: each costs a connection and a message per request."""
+
+
+class Source(NamedTuple):
+    """Address of a lookup port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class SourcesError(ValueError):
+    """The request's sources cannot be used."""
+
+
+def parse_sources(params: Mapping[str, Any] | None) -> tuple[Source, ...]:
+    """Sources named in a request's ``kv_transfer_params``, without repeats, at most ``MAXIMUM_SOURCES``.
+
+    Raises:
+        SourcesError: one sentence that names the bad value.
+    """
+    if not params or contract.SOURCES_PARAM not in params:
+        return ()
+    value = params[contract.SOURCES_PARAM]
+    if not isinstance(value, list | tuple):
+        raise SourcesError(f"{contract.SOURCES_PARAM} is a {type(value).__name__}: it must be a list of 'host:port'")
+    return tuple(dict.fromkeys(_parse(item) for item in value[:MAXIMUM_SOURCES]))
+
+
+def _parse(item: object) -> Source:
+    host, colon, port = item.rpartition(":") if isinstance(item, str) else ("", "", "")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        colon = ""  # an IPv6 address needs brackets, or its last group would be taken for the port
+    # zmq takes anything up to the port as a host name: no spaces, slashes, wildcards or interface syntax
+    if not colon or not host or not set(host) <= _HOST_CHARACTERS or not _is_port(port):
+        raise SourcesError(f"{contract.SOURCES_PARAM} holds {item!r}: write it as 'host:port'")
+    return Source(host, int(port))
+
+
+_HOST_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_:%")
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) <= 65535
