@@ -22,7 +22,7 @@ CRD_NAME: Final = f"{PLURAL}.{GROUP}"
 FIELD_MANAGER: Final = "bidikv-operator"
 MANAGED_BY: Final = "bidikv-operator"
 
-# --- labels and annotations ----------------------------------------------------------------------------------------------
+# --- labels and annotations -------------------------------------------------------------------------------------------
 LABEL_NAME: Final = "app.kubernetes.io/name"
 LABEL_COMPONENT: Final = "app.kubernetes.io/component"
 LABEL_PART_OF: Final = "app.kubernetes.io/part-of"
@@ -32,8 +32,10 @@ LABEL_OWNER: Final = f"{GROUP}/owner"
 LABEL_ROLE: Final = f"{GROUP}/role"
 ANNOTATION_CONFIG_HASH: Final = f"{GROUP}/config-hash"
 """On the router's pod template: a changed ConfigMap rolls the router."""
+ANNOTATION_APPLIED_HASH: Final = f"{GROUP}/applied-hash"
+"""On every child: hash of the whole object as it was applied. Tells a later process what the earlier one wanted."""
 
-# --- roles -----------------------------------------------------------------------------------------------------------------
+# --- roles ------------------------------------------------------------------------------------------------------------
 Role = Literal["prefill", "decode", "router"]
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
@@ -42,7 +44,7 @@ ENGINE_CONTAINER: Final = "engine"
 ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
 
-# --- conditions ------------------------------------------------------------------------------------------------------------
+# --- conditions -------------------------------------------------------------------------------------------------------
 ACCEPTED: Final = "Accepted"
 PREFILL_READY: Final = "PrefillReady"
 DECODE_READY: Final = "DecodeReady"
@@ -52,7 +54,7 @@ READY: Final = "Ready"
 CONDITION_TYPES: Final = (ACCEPTED, PREFILL_READY, DECODE_READY, ROUTER_READY, PROGRESSING, READY)
 ROLE_CONDITIONS: Final[dict[Role, str]] = {"prefill": PREFILL_READY, "decode": DECODE_READY, "router": ROUTER_READY}
 
-# --- reasons of conditions -----------------------------------------------------------------------------------------------
+# --- reasons of conditions --------------------------------------------------------------------------------------------
 REASON_VALID: Final = "Valid"
 REASON_INVALID: Final = "Invalid"
 REASON_ALL_READY: Final = "AllReplicasReady"

@@ -1,0 +1,1 @@
+"""The resource's status: conditions and counts are computed here, purely, and written by ``write.py``."""

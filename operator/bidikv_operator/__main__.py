@@ -1,0 +1,238 @@
+"""Start-up and shutdown: settings, discovery, lease, then kopf and the workers; ``python -m bidikv_operator``.
+
+Exit codes: 0 after SIGTERM or SIGINT; 1 when the lease is lost, a part died, or start-up is impossible (the message
+says what to do). The kubelet restarts the process: starting afresh is the one recovery from everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterable
+
+import kopf
+from kubernetes.aio.config import ConfigException
+
+from bidikv_operator import names
+from bidikv_operator.cache import Key, ObjectCache
+from bidikv_operator.health import HealthServer, Pulse
+from bidikv_operator.kinds import INFERENCE, LEASE
+from bidikv_operator.kube import ApiError, Kube, TransientError, connect
+from bidikv_operator.lease import Lease, LeaseTerms
+from bidikv_operator.metrics import Metrics
+from bidikv_operator.reconcile import Reconciler
+from bidikv_operator.settings import Settings, SettingsError, read_settings
+from bidikv_operator.watch import WATCHED_KINDS, WatchAges, build_registry, build_settings
+from bidikv_operator.workqueue import QueueObserver, WorkQueue
+
+logger = logging.getLogger("bidikv_operator")
+
+DISCOVERY_LIMIT_SECONDS = 60.0
+STOP_LIMIT_SECONDS = 15.0
+
+
+class StartError(Exception):
+    """The operator cannot start; the message says what to do."""
+
+
+class Operator:
+    """The parts of one process and their life."""
+
+    def __init__(self, settings: Settings, kube: Kube) -> None:
+        self._settings = settings
+        self._kube = kube
+        self._stop = asyncio.Event()
+        self._metrics = Metrics()
+        self._cache = ObjectCache()
+        self._ages = WatchAges()
+        self._lease = Lease(
+            kube,
+            LeaseTerms(
+                namespace=settings.lease_namespace,
+                name=settings.lease_name,
+                identity=settings.identity,
+                lease_seconds=settings.lease_seconds,
+                renew_deadline_seconds=settings.renew_deadline_seconds,
+                retry_seconds=settings.retry_seconds,
+            ),
+            clock=time.monotonic,
+        )
+        kube.may_write = self._lease.is_held
+        kube.on_write = self._metrics.record_write
+        self._reconciler = Reconciler(
+            kube=kube,
+            cache=self._cache,
+            metrics=self._metrics,
+            runtime_image=settings.runtime_image,
+            identity=settings.identity,
+            resync_seconds=settings.resync_seconds,
+            clock=time.monotonic,
+        )
+        self._queue: WorkQueue[Key] = WorkQueue(
+            self._reconciler.reconcile,
+            workers=settings.workers,
+            limit=settings.queue_limit,
+            observer=QueueObserver(on_run=self._metrics.record_run),
+        )
+        self._health = HealthServer(self._read_pulse, self._refresh_metrics, self._metrics)
+
+    async def run(self) -> int:
+        """Returns the exit code."""
+        self._handle_signals()
+        port = await self._health.start(self._settings.http_host, self._settings.http_port)
+        logger.info("Serving /healthz, /readyz and /metrics on port %d", port)
+        try:
+            if await self._stopped_before(self._check_discovery()):
+                return 0
+            if await self._stopped_before(self._lease.acquire()):
+                return 0
+            return await self._lead()
+        finally:
+            await self._health.stop()
+
+    async def _lead(self) -> int:
+        """Act as the leader until told to stop or until something essential ends."""
+        self._queue.start()
+        lease = asyncio.create_task(self._lease.hold(), name="lease")
+        fault = asyncio.create_task(self._queue.wait_for_fault(), name="queue-fault")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        kopf_stop = asyncio.Event()
+        kopf_ended = asyncio.create_task(self._watch(kopf_stop), name="kopf")
+        try:
+            await asyncio.wait({lease, fault, stop, kopf_ended}, return_when=asyncio.FIRST_COMPLETED)
+            is_clean = stop.done() and not lease.done()
+            if not is_clean:
+                logger.error("Stopping: %s", _explain({lease, fault, kopf_ended}))
+            # First the writers, then the watches, then the lease: the next leader must find nobody writing.
+            await self._queue.stop()
+            kopf_stop.set()
+            await asyncio.wait({kopf_ended}, timeout=STOP_LIMIT_SECONDS)
+            await self._lease.release()
+            return 0 if is_clean else 1
+        finally:
+            for task in (lease, fault, stop, kopf_ended):
+                task.cancel()
+            await asyncio.gather(lease, fault, stop, kopf_ended, return_exceptions=True)
+
+    async def _watch(self, stop: asyncio.Event) -> None:
+        """Run kopf. Returns when ``stop`` is set, raises or returns when a watch failed for good."""
+        existing = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
+            registry=build_registry(self._cache, self._queue.add, self._ages),
+            settings=build_settings(),
+            standalone=True,
+            clusterwide=not self._settings.namespaces,
+            namespaces=self._settings.namespaces,
+            stop_flag=stop,
+        )
+        self._handle_signals()  # kopf has just taken the signals for itself
+        await kopf.run_tasks(tasks, ignored=existing)
+
+    async def _check_discovery(self) -> None:
+        """kopf silently ignores kinds that are not served at its start, so look before.
+
+        Raises:
+            StartError: a kind is not served, or the API server does not answer.
+        """
+        deadline = time.monotonic() + DISCOVERY_LIMIT_SECONDS
+        while True:
+            try:
+                missing = [kind for kind in (*WATCHED_KINDS, LEASE) if not await self._kube.discover(kind)]
+                break
+            except TransientError as error:
+                if time.monotonic() > deadline:
+                    raise StartError(f"the API server does not answer: {error}") from error
+                await asyncio.sleep(1)
+            except ApiError as error:
+                raise StartError(f"the API server refuses discovery: {error}") from error
+        if INFERENCE in missing:
+            raise StartError(
+                f"the API server does not serve {names.CRD_NAME} {names.VERSION}; install the CRD (kubectl apply "
+                "--server-side -f crds/, or the chart with crds.enabled=true)"
+            )
+        if missing:
+            listed = ", ".join(f"{kind.plural} {kind.api_version}" for kind in missing)
+            raise StartError(f"the API server does not serve {listed}; use a newer Kubernetes")
+
+    async def _stopped_before(self, step: object) -> bool:
+        """Run a step of the start-up; True if a signal came first."""
+        task = asyncio.ensure_future(step)  # type: ignore[call-overload]
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+                return False
+            return True
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+
+    def _read_pulse(self) -> Pulse:
+        return Pulse(
+            is_leader=self._lease.is_held(),
+            queue_fault=self._queue.fault,
+            oldest_key_seconds=self._queue.oldest_seconds(),
+            watch_age_seconds=self._ages.oldest_seconds(),
+            lease_idle_seconds=self._lease.idle_seconds(),
+            is_stopping=self._stop.is_set(),
+        )
+
+    def _refresh_metrics(self) -> None:
+        metrics = self._metrics
+        metrics.queue_depth.set(self._queue.depth())
+        metrics.queue_failing.set(self._queue.failing())
+        metrics.queue_oldest_seconds.set(self._queue.oldest_seconds())
+        metrics.is_leader.set(self._lease.is_held())
+        metrics.watch_age_seconds.set(self._ages.oldest_seconds())
+        counts = {"True": 0, "False": 0, "Unknown": 0}
+        for resource in self._cache.resources():
+            conditions = (resource.get("status") or {}).get("conditions") or []
+            ready = next((c["status"] for c in conditions if c["type"] == names.READY), "Unknown")
+            counts[ready] += 1
+        for status, count in counts.items():
+            metrics.resources.labels(status).set(count)
+
+
+def _explain(tasks: Iterable[asyncio.Task[object]]) -> str:
+    """Which essential task ended, and how."""
+    for task in tasks:
+        if not task.done():
+            continue
+        if task.cancelled():
+            return f"{task.get_name()} was cancelled"
+        error = task.exception()
+        return f"{task.get_name()} failed: {error!r}" if error else f"{task.get_name()} ended ({task.result()})"
+    return "nothing ended"
+
+
+async def run(settings: Settings) -> int:
+    kube = await connect(write_timeout_seconds=settings.write_timeout_seconds)
+    try:
+        return await Operator(settings, kube).run()
+    finally:
+        await kube.close()
+
+
+def main() -> int:
+    """Entry point of ``bidikv-operator``."""
+    try:
+        settings = read_settings()
+        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        return asyncio.run(run(settings))
+    except (SettingsError, StartError, ConfigException, OSError) as error:
+        print(f"bidikv-operator: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What the watches last said, by resource: the operator's picture of the cluster. No I/O.
+
+Why not kopf's own indices: they cannot be corrected. A watch that breaks for longer than the API server's history
+relists, and what was deleted meanwhile gets no event; and a write's answer is known here before the watch repeats it.
+
+Invariants: of two versions of an object the newer stays (resource versions are ordered within a kind); an object is
+filed under one owner only; nothing here is shared with callers for mutation.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bidikv_operator import names
+from bidikv_operator.kinds import INFERENCE, POD, Kind
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """One BidiKVInference."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True)
+class ChildRef:
+    """A child within its owner's namespace."""
+
+    kind: Kind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.kind} {self.name}"
+
+
+def owner_key(kind: Kind, obj: Mapping[str, Any]) -> Key | None:
+    """The resource that an object belongs to by its label (itself for the resource), or None."""
+    metadata = obj["metadata"]
+    if kind == INFERENCE:
+        return Key(metadata["namespace"], metadata["name"])
+    owner = (metadata.get("labels") or {}).get(names.LABEL_OWNER)
+    return Key(metadata["namespace"], owner) if owner else None
+
+
+def trim(kind: Kind, obj: Mapping[str, Any]) -> Object:
+    """The part of an object that is worth its memory."""
+    metadata = {key: value for key, value in obj["metadata"].items() if key != "managedFields"}
+    trimmed = {**obj, "metadata": metadata}
+    if kind == POD:
+        trimmed.pop("spec", None)
+    return trimmed
+
+
+def version_of(obj: Mapping[str, Any]) -> int:
+    """The resource version as a number; -1 where a server gives something else, so that the later call wins."""
+    text = str(obj["metadata"].get("resourceVersion", ""))
+    return int(text) if text.isdigit() else -1
+
+
+class ObjectCache:
+    """Resources, their children and their pods."""
+
+    def __init__(self) -> None:
+        self._objects: dict[Key, dict[ChildRef, Object]] = defaultdict(dict)
+        self._owners: dict[tuple[str, ChildRef], Key] = {}
+
+    def put(self, kind: Kind, obj: Mapping[str, Any]) -> Key | None:
+        """File an object as watched or as answered to a write. Returns its owner."""
+        ref, key = ChildRef(kind, obj["metadata"]["name"]), owner_key(kind, obj)
+        namespace = obj["metadata"]["namespace"]
+        previous = self._owners.get((namespace, ref))
+        if previous is not None:
+            known = self._objects[previous][ref]
+            if version_of(obj) < version_of(known):
+                return previous
+            if previous != key:
+                self._remove(namespace, ref)
+        if key is None:
+            return None
+        self._objects[key][ref] = trim(kind, obj)
+        self._owners[namespace, ref] = key
+        return key
+
+    def drop(self, kind: Kind, obj: Mapping[str, Any]) -> Key | None:
+        """Forget a deleted object, unless another took its name already. Returns the owner it was filed under."""
+        ref, namespace = ChildRef(kind, obj["metadata"]["name"]), obj["metadata"]["namespace"]
+        key = self._owners.get((namespace, ref))
+        if key is None:
+            return owner_key(kind, obj)
+        if self._objects[key][ref]["metadata"].get("uid") == obj["metadata"].get("uid"):
+            self._remove(namespace, ref)
+        return key
+
+    def resource(self, key: Key) -> Object | None:
+        return self._objects.get(key, {}).get(ChildRef(INFERENCE, key.name))
+
+    def children(self, key: Key) -> dict[ChildRef, Object]:
+        """Children proper: neither the resource nor pods."""
+        found = self._objects.get(key, {})
+        return {ref: obj for ref, obj in found.items() if ref.kind not in (INFERENCE, POD)}
+
+    def pods(self, key: Key) -> tuple[Object, ...]:
+        return tuple(obj for ref, obj in self._objects.get(key, {}).items() if ref.kind == POD)
+
+    def resources(self) -> list[Object]:
+        """All resources that exist."""
+        return [resource for key in self._objects if (resource := self.resource(key)) is not None]
+
+    def correct(self, kind: Kind, key: Key, items: Iterable[Mapping[str, Any]], version: str) -> int:
+        """Make the cached objects of one kind and owner equal to a live list taken at ``version``.
+
+        Returns how many differed. What is newer than the list stays.
+        """
+        differing = 0
+        seen = set()
+        for obj in items:
+            ref = ChildRef(kind, obj["metadata"]["name"])
+            seen.add(ref)
+            known = self._objects.get(key, {}).get(ref)
+            if known is None or version_of(known) < version_of(obj):
+                self.put(kind, obj)
+                differing += 1
+        listed_at = int(version) if version.isdigit() else -1
+        for ref, obj in list(self._objects.get(key, {}).items()):
+            if ref.kind == kind and ref not in seen and version_of(obj) <= listed_at:
+                self._remove(key.namespace, ref)
+                differing += 1
+        return differing
+
+    def _remove(self, namespace: str, ref: ChildRef) -> None:
+        key = self._owners.pop((namespace, ref))
+        del self._objects[key][ref]
+        if not self._objects[key]:
+            del self._objects[key]

@@ -1,0 +1,66 @@
+"""The API kinds the operator touches: how each is addressed, and nothing else.
+
+A new child kind starts here: watches (``watch.py``), the live list of a resync (``observe.py``) and the order of
+writing (``apply.py``) all walk ``CHILD_KINDS``. The chart's RBAC must name it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from bidikv_operator import names
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One namespaced API kind; ``group`` is empty for the core API."""
+
+    group: str
+    version: str
+    kind: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def root(self) -> str:
+        """Path of the group-version in the API server, the place of its discovery document."""
+        return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """Path of the collection (``namespace`` None: of all namespaces), of one object, or of its subresource."""
+        parts = [self.root()]
+        if namespace is not None:
+            parts.append(f"namespaces/{namespace}")
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(name)
+        if subresource is not None:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+INFERENCE: Final = Kind(names.GROUP, names.VERSION, names.KIND, names.PLURAL)
+SERVICE_ACCOUNT: Final = Kind("", "v1", "ServiceAccount", "serviceaccounts")
+ROLE: Final = Kind("rbac.authorization.k8s.io", "v1", "Role", "roles")
+ROLE_BINDING: Final = Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
+CONFIG_MAP: Final = Kind("", "v1", "ConfigMap", "configmaps")
+SERVICE: Final = Kind("", "v1", "Service", "services")
+DEPLOYMENT: Final = Kind("apps", "v1", "Deployment", "deployments")
+POD_DISRUPTION_BUDGET: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+POD: Final = Kind("", "v1", "Pod", "pods")
+LEASE: Final = Kind("coordination.k8s.io", "v1", "Lease", "leases")
+EVENT: Final = Kind("events.k8s.io", "v1", "Event", "events")
+
+CHILD_KINDS: Final = (
+    SERVICE_ACCOUNT,
+    ROLE,
+    ROLE_BINDING,
+    CONFIG_MAP,
+    SERVICE,
+    DEPLOYMENT,
+    POD_DISRUPTION_BUDGET,
+)
+"""In the order of writing: identity and configuration exist before the pods that mount them."""

@@ -1,0 +1,226 @@
+"""The one door to the API server: plain dicts in and out, errors by meaning, a deadline on every request.
+
+Writes pass a gate: a process that no longer holds the lease must not write, even from a coroutine that was already on
+its way. The gate and the request's time limit together bound how late a write of a deposed leader can be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from bidikv_operator import names
+from bidikv_operator.kinds import LEASE, Kind
+
+Object = dict[str, Any]
+
+APPLY_CONTENT_TYPE: Final = "application/apply-patch+yaml"
+PAGE_SIZE: Final = 500
+READ_TIMEOUT_SECONDS: Final = 30.0
+MESSAGE_LIMIT: Final = 1024
+
+
+class ApiError(Exception):
+    """The API server refused or did not answer; ``str()`` is its sentence, without random ids or times."""
+
+    def __init__(self, message: str, *, status: int = 0, retry_after: float | None = None) -> None:
+        super().__init__(message[:MESSAGE_LIMIT])
+        self.status = status
+        self.retry_after = retry_after
+
+
+class NotFoundError(ApiError):
+    """There is no such object, or the kind is not served."""
+
+
+class ConflictError(ApiError):
+    """The object changed meanwhile, exists already, or another manager owns the field."""
+
+
+class ForbiddenError(ApiError):
+    """RBAC, a quota or an admission policy refuses."""
+
+
+class InvalidError(ApiError):
+    """The object itself is wrong; the same request will never succeed."""
+
+
+class TransientError(ApiError):
+    """Overload, restart or network; the same request may succeed later."""
+
+
+class NotLeaderError(Exception):
+    """A write was attempted without holding the lease."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A list and the moment of the cluster's history that it shows."""
+
+    items: tuple[Object, ...]
+    resource_version: str
+
+
+class Kube:
+    """Requests for any kind; ``may_write`` is asked before each write."""
+
+    def __init__(
+        self, api: client.ApiClient, *, write_timeout_seconds: float, may_write: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._api = api
+        self._write_timeout = write_timeout_seconds
+        self.may_write = may_write
+        self.on_write: Callable[[str, str], None] = lambda verb, kind: None
+        """Told the HTTP method and the kind of every write that is sent."""
+
+    async def close(self) -> None:
+        await self._api.close()  # type: ignore[no-untyped-call]
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Object:
+        return await self._request("GET", kind.path(namespace, name))
+
+    async def list(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> Listed:
+        """All objects of a kind, fetched in pages."""
+        items: list[Object] = []
+        query = {"limit": str(PAGE_SIZE)}
+        if label_selector:
+            query["labelSelector"] = label_selector
+        version = ""
+        while True:
+            page = await self._request("GET", kind.path(namespace), query=query)
+            # Items of a list carry neither apiVersion nor kind.
+            items += ({"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in page["items"])
+            version = version or page["metadata"]["resourceVersion"]
+            following = page["metadata"].get("continue")
+            if not following:
+                return Listed(tuple(items), version)
+            query["continue"] = following
+
+    async def apply(self, kind: Kind, manifest: Object, *, subresource: str | None = None) -> Object:
+        """Server-side apply; fields of other managers stay, a clash over one of ours is won."""
+        metadata = manifest["metadata"]
+        return await self._write(
+            "PATCH",
+            kind,
+            kind.path(metadata["namespace"], metadata["name"], subresource),
+            query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
+            body=manifest,
+            content_type=APPLY_CONTENT_TYPE,
+        )
+
+    async def create(self, kind: Kind, manifest: Object) -> Object:
+        return await self._write("POST", kind, kind.path(manifest["metadata"]["namespace"]), body=manifest)
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Delete this very object: one that took its name meanwhile stays. Gone already is success."""
+        body = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        try:
+            await self._write("DELETE", kind, kind.path(namespace, name), body=body)
+        except (NotFoundError, ConflictError):
+            return
+
+    async def create_lease(self, manifest: Object) -> Object:
+        """Not gated: the lease is what the gate depends on."""
+        return await self._request("POST", _lease_path(manifest), body=manifest)
+
+    async def replace_lease(self, manifest: Object) -> Object:
+        """Refused with ConflictError when the lease changed since ``metadata.resourceVersion``."""
+        return await self._request("PUT", f"{_lease_path(manifest)}/{manifest['metadata']['name']}", body=manifest)
+
+    async def discover(self, kind: Kind) -> bool:
+        """Whether the API server serves the kind."""
+        try:
+            found = await self._request("GET", kind.root())
+        except NotFoundError:
+            return False
+        return any(resource["name"] == kind.plural for resource in found["resources"])
+
+    async def _write(self, method: str, kind: Kind, path: str, **options: Any) -> Object:
+        if not self.may_write():
+            raise NotLeaderError(f"{method} {path} was not sent: this process does not hold the lease")
+        self.on_write(method, kind.kind)
+        return await self._request(method, path, **options)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Object | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        # Lease traffic is timed like a write: a lease that is read slowly is renewed late.
+        is_quick = method != "GET" or LEASE.plural in path
+        limit = self._write_timeout if is_quick else READ_TIMEOUT_SECONDS
+        try:
+            # The client's own time limit excludes the refresh of credentials and the reading of the body.
+            async with asyncio.timeout(limit):
+                headers = {"Accept": "application/json", "Content-Type": content_type}
+                parameters = await self._api.param_serialize(
+                    method,
+                    path,
+                    query_params=list((query or {}).items()),
+                    header_params=headers,
+                    body=body,
+                    auth_settings=["BearerToken"],
+                )
+                response = await self._api.call_api(*parameters)
+                payload = await response.read()  # type: ignore[no-untyped-call]
+        except TimeoutError:
+            raise TransientError(f"{method} {path} had no answer within {limit:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransientError(f"{method} {path} did not reach the API server ({type(error).__name__})") from error
+        answer: Object = _parse(payload)
+        if 200 <= response.status < 300:
+            return answer
+        raise build_error(response.status, answer, response.headers.get("Retry-After"), what=f"{method} {path}")
+
+
+def _lease_path(manifest: Object) -> str:
+    return f"/apis/coordination.k8s.io/v1/namespaces/{manifest['metadata']['namespace']}/leases"
+
+
+def _parse(payload: bytes) -> Object:
+    try:
+        answer = json.loads(payload)
+    except ValueError:
+        return {}  # a proxy in between answered with something else than JSON; the status code speaks
+    return answer if isinstance(answer, dict) else {}
+
+
+def build_error(status: int, answer: Object, retry_after: str | None, *, what: str) -> ApiError:
+    """The error class that a response means."""
+    message = str(answer.get("message") or f"{what} was answered with status {status}")
+    wait = float(retry_after) if retry_after and retry_after.isdigit() else None
+    if status == 429 or status >= 500:
+        # Server-side apply reports fields that no schema declares as an internal error; repeating cannot help.
+        if "failed to create typed patch object" in message or "field not declared in schema" in message:
+            return InvalidError(message, status=status)
+        return TransientError(message, status=status, retry_after=wait)
+    if status == 401:
+        return TransientError(message, status=status)  # a token is about to be re-read
+    known = {403: ForbiddenError, 404: NotFoundError, 409: ConflictError}
+    return known.get(status, InvalidError)(message, status=status)
+
+
+async def connect(*, write_timeout_seconds: float) -> Kube:
+    """A client with the pod's service account, else with KUBECONFIG (or ~/.kube/config).
+
+    Raises:
+        config.ConfigException: neither exists.
+    """
+    configuration = client.Configuration()
+    try:
+        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    except config.ConfigException:
+        await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    api = client.ApiClient(configuration=configuration)
+    api.user_agent = names.FIELD_MANAGER
+    return Kube(api, write_timeout_seconds=write_timeout_seconds)

@@ -1,0 +1,115 @@
+"""kopf as the watch engine, and nothing more: every decorator of the operator is in this file.
+
+Handlers file the object in the cache and name its owner's key; they never do work, as kopf logs and drops what they
+raise. Index handlers serve for kopf's barrier only: no event handler runs before every kind has been listed once, so
+the first reconcile sees a complete cache.
+
+Why nothing is ever written by kopf: only change handlers, timers and daemons make it store annotations or finalizers,
+and there are none. No peering (the Lease elects), no scanning of namespaces or CRDs (``__main__`` checks discovery),
+no posting of logs as Events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, Final
+
+import aiohttp
+import kopf
+
+from bidikv_operator import names
+from bidikv_operator.cache import Key, ObjectCache
+from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD, Kind
+
+SERVER_TIMEOUT_SECONDS: Final = 300
+"""The API server ends a watch after so long, and kopf opens it again: a sign of life per watch."""
+PAGE_SIZE: Final = 500
+LIST_WORKERS: Final = 100
+"""Objects whose events are handled at the same time, per watch: bounds the wave of the first list."""
+WATCHED_KINDS: Final = (INFERENCE, *CHILD_KINDS, POD)
+
+
+class WatchAges:
+    """When each watch was last opened, as kopf's HTTP session tells."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._opened: dict[str, float] = {}
+
+    def record(self, path: str) -> None:
+        self._opened[path] = self._clock()
+
+    def oldest_seconds(self) -> float:
+        """Age of the watch that was opened longest ago; 0 before any was."""
+        return self._clock() - min(self._opened.values()) if self._opened else 0.0
+
+    def build_trace(self) -> aiohttp.TraceConfig:
+        trace = aiohttp.TraceConfig()
+
+        async def record(
+            session: aiohttp.ClientSession, context: SimpleNamespace, params: aiohttp.TraceRequestEndParams
+        ) -> None:
+            if params.response.status == 200 and params.url.query.get("watch") == "true":
+                self.record(params.url.path)
+
+        trace.on_request_end.append(record)
+        return trace
+
+
+def build_registry(cache: ObjectCache, enqueue: Callable[[Key], None], ages: WatchAges) -> kopf.OperatorRegistry:
+    """A registry of its own: kopf's default one is global and would leak between tests."""
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    async def login(**kwargs: Any) -> kopf.AiohttpSession:
+        found = kopf.login_via_client(**kwargs)
+        if not isinstance(found, kopf.ConnectionInfo):
+            raise kopf.LoginError("no credentials: run in a cluster or set KUBECONFIG")
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context() or True),
+            headers={**found.as_http_headers(), "User-Agent": f"{names.FIELD_MANAGER}-watch"},
+            trace_configs=[ages.build_trace()],
+        )
+        return kopf.AiohttpSession(server=found.server, aiohttp_session=session)
+
+    for kind in WATCHED_KINDS:
+        _register(registry, kind, cache, enqueue)
+    return registry
+
+
+def _register(registry: kopf.OperatorRegistry, kind: Kind, cache: ObjectCache, enqueue: Callable[[Key], None]) -> None:
+    group, version, plural = kind.group, kind.version, kind.plural
+
+    @kopf.index(group=group, version=version, plural=plural, id=f"index-{plural}", registry=registry)
+    async def index(body: kopf.Body, **_: Any) -> None:
+        cache.put(kind, dict(body))
+
+    @kopf.on.event(group=group, version=version, plural=plural, id=f"event-{plural}", registry=registry)
+    async def event(event: Mapping[str, Any], **_: Any) -> None:
+        obj = event["object"]
+        key = cache.drop(kind, obj) if event["type"] == "DELETED" else cache.put(kind, obj)
+        if key is not None:
+            enqueue(key)
+
+
+def build_settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.posting.loggers = False
+    settings.peering.standalone = True
+    settings.scanning.disabled = True
+    settings.queueing.worker_limit = LIST_WORKERS
+    settings.watching.chunk_size = PAGE_SIZE
+    settings.watching.server_timeout = SERVER_TIMEOUT_SECONDS
+    settings.process.ultimate_exiting_timeout = 20
+    for kind in (*CHILD_KINDS, POD):
+        # The server sends only what carries our label; a cluster's other pods never reach this process.
+        settings.watching.label_selectors[kopf_selector(kind)] = names.LABEL_OWNER
+    return settings
+
+
+def kopf_selector(kind: Kind) -> tuple[str, str, str]:
+    """How kopf's settings name a kind."""
+    return (kind.group, kind.version, kind.plural)
