@@ -1,0 +1,55 @@
+"""Coarse deadlines for connections.
+
+Why: a timer per chunk of a stream would cost more than relaying the chunk. An owner only assigns its ``deadline``
+attribute (one store); a single periodic sweep looks for those that passed. Precision is one sweep, which suits limits
+of seconds and more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Protocol
+
+SWEEP_SECONDS: Final = 0.25
+
+
+class HasDeadline(Protocol):
+    """Something that must make progress."""
+
+    deadline: float
+    """Time of the loop's clock; ``inf`` when nothing is awaited."""
+
+    def on_deadline(self) -> None:
+        """Called once or more after the deadline passed; must move the deadline or leave."""
+
+
+class Deadlines:
+    """The set of watched owners and their sweep."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._watched: set[HasDeadline] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, owner: HasDeadline) -> None:
+        """Start to watch ``owner``; the sweep runs only while something is watched."""
+        self._watched.add(owner)
+        if self._timer is None:
+            self._timer = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    def forget(self, owner: HasDeadline) -> None:
+        """Stop to watch ``owner``."""
+        self._watched.discard(owner)
+
+    def close(self) -> None:
+        """Forget everybody and stop the sweep."""
+        self._watched.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for owner in [owner for owner in self._watched if owner.deadline <= now]:
+            owner.on_deadline()
+        self._timer = self._loop.call_later(SWEEP_SECONDS, self._sweep) if self._watched else None

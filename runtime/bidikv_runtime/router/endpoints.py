@@ -1,0 +1,81 @@
+"""Engines as the router sees them: one immutable snapshot at a time; pure.
+
+``ready`` engines get requests. ``serving`` ones include those that terminate but still answer: their KV can be read, so
+they remain sources until they are gone. Both follow the conditions of ``discovery.k8s.io/v1`` EndpointSlices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One engine."""
+
+    host: str
+    """IP address, or a name in static mode."""
+    port: int
+    """Of vLLM's HTTP API."""
+    lookup_port: int
+    """Of the connector's lookup port."""
+    ready: bool = True
+    serving: bool = True
+    terminating: bool = False
+    address: str = field(init=False)
+    """``host:port``: the identity in rankings, loads and pools."""
+    lookup: str = field(init=False)
+    """``host:lookup_port``: the identity as a source of KV."""
+
+    def __post_init__(self) -> None:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        object.__setattr__(self, "address", f"{host}:{self.port}")
+        object.__setattr__(self, "lookup", f"{host}:{self.lookup_port}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """All known engines."""
+
+    prefill: tuple[Endpoint, ...] = ()
+    decode: tuple[Endpoint, ...] = ()
+    ready_prefill: tuple[Endpoint, ...] = field(init=False)
+    ready_decode: tuple[Endpoint, ...] = field(init=False)
+    serving_decode: tuple[Endpoint, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ready_prefill", _select_ready(self.prefill))
+        object.__setattr__(self, "ready_decode", _select_ready(self.decode))
+        object.__setattr__(self, "serving_decode", tuple(e for e in self.decode if e.serving))
+
+    def explain_unready(self) -> str | None:
+        """Why no turn can be served now, in one sentence; None when one can."""
+        missing = [
+            role for role, ready in (("prefill", self.ready_prefill), ("decode", self.ready_decode)) if not ready
+        ]
+        return f"No {' and no '.join(missing)} engine is ready." if missing else None
+
+
+def _select_ready(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
+    # A Service that publishes unready addresses reports ready for all; serving still tells the truth then.
+    return tuple(e for e in endpoints if e.ready and e.serving and not e.terminating)
+
+
+def parse_static(text: str, lookup_port: int) -> tuple[Endpoint, ...]:
+    """Engines from ``host:port[@lookup_port][,...]``.
+
+    Raises:
+        ValueError: an entry is malformed; the sentence names it.
+    """
+    endpoints = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        address, _, lookup = entry.partition("@")
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or (lookup and not lookup.isdigit()):
+            raise ValueError(f"the static engine {entry!r} is not host:port or host:port@lookup_port")
+        endpoints.append(Endpoint(host.strip("[]"), int(port), int(lookup) if lookup else lookup_port))
+    return tuple(endpoints)
