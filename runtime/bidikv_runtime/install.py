@@ -1,0 +1,69 @@
+"""Copy this package into a folder: how the connector reaches a stock vLLM image.
+
+Runs as init container of an engine pod (``python3 -m bidikv_runtime.install /opt/bidikv/connector``); the engine then
+has that folder on PYTHONPATH. Only what a vLLM process imports is copied: the contract and the connector, not the router.
+
+The target appears all at once: the copy is made beside it and renamed into place, so that an interrupted run leaves no
+half package, and a repeated one (a restarted init container) replaces it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+PACKAGE: Final = Path(__file__).resolve().parent
+PARTS: Final = ("__init__.py", "contract.py", "connector")
+SKIPPED: Final = shutil.ignore_patterns("tests", "__pycache__", "*.pyc")
+
+
+def install(target: Path, package: Path = PACKAGE) -> Path:
+    """Copy the package below ``target``, readable by any user. Returns the installed package's folder.
+
+    Raises:
+        OSError: the folder cannot be written, or a part is missing.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    destination = target / package.name
+    with tempfile.TemporaryDirectory(dir=target, prefix=".install-") as scratch:
+        staged = Path(scratch) / package.name
+        staged.mkdir()
+        for part in PARTS:
+            source = package / part
+            if source.is_dir():
+                shutil.copytree(source, staged / part, ignore=SKIPPED)
+            else:
+                shutil.copy2(source, staged / part)
+        _open_for_reading(staged)
+        if destination.exists():
+            os.rename(destination, Path(scratch) / "previous")
+        os.rename(staged, destination)
+    return destination
+
+
+def _open_for_reading(folder: Path) -> None:
+    """Engines run as any user; the image's umask must not decide whether they can import."""
+    folder.chmod(0o755)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m bidikv_runtime.install", description=__doc__)
+    parser.add_argument("target", type=Path, help="folder that the engine has on PYTHONPATH")
+    target = parser.parse_args().target
+    try:
+        print(f"installed {install(target)}")
+    except OSError as error:
+        print(f"bidikv_runtime.install: cannot install into {target}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
