@@ -228,6 +228,8 @@ def main() -> int:
     try:
         settings = read_settings()
         logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if settings.log_level != "DEBUG":
+            logging.getLogger("kopf").setLevel(logging.WARNING)  # it reports every event that it passed on
         return asyncio.run(run(settings))
     except (SettingsError, StartError, ConfigException, OSError) as error:
         print(f"bidikv-operator: {error}", file=sys.stderr)

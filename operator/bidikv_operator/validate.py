@@ -302,7 +302,7 @@ def _check_template_metadata(field: str, metadata: Mapping[str, Any]) -> list[Pr
 
 def _check_main_container(field: str, container: Mapping[str, Any], owned_env: tuple[str, ...]) -> list[Problem]:
     problems = []
-    if "args" in container:
+    if "args" in container and container["name"] == names.ENGINE_CONTAINER:
         problems.append(Problem(f"{field}.args", "the operator writes the arguments; use extraArgs instead"))
     env = container.get("env")
     if env is not None and (

@@ -83,7 +83,7 @@ def _compute_role(role: names.Role, deployment: Mapping[str, Any] | None, pods: 
     trouble = find_trouble(pods) or _find_creation_trouble(status)
     if trouble is not None:
         return Condition(name, "False", trouble.reason, f"{counted}: {trouble.message}"[:MESSAGE_LIMIT])
-    return Condition(name, "False", names.REASON_STARTING, f"{counted}; the others are starting")
+    return Condition(name, "False", names.REASON_STARTING, f"{counted}; the rest is starting")
 
 
 def _is_seen(deployment: Mapping[str, Any]) -> bool:
