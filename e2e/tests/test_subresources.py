@@ -80,6 +80,16 @@ def test_status_and_scale(namespace: Kubectl, crd: None) -> None:
     assert scaled["spec"]["decode"]["replicas"] == 3
 
 
+def test_scale_of_a_resource_that_leaves_its_replicas_unset(namespace: Kubectl, crd: None) -> None:
+    """A HorizontalPodAutoscaler reads /scale first, so it needs the field; ``kubectl scale`` writes it."""
+    namespace.apply(changed(STORED, {"spec.decode": {"podTemplate": NOWHERE}}))
+    path = f"/apis/{names.API_VERSION}/namespaces/{namespace.namespace}/{names.PLURAL}/stored/scale"
+    with pytest.raises(KubectlError, match=r"\.spec\.decode\.replicas\W* does not exist"):
+        namespace.run("get", "--raw", path)
+    namespace.run("scale", names.SHORT_NAME, "stored", "--replicas=1")
+    assert json.loads(namespace.run("get", "--raw", path))["spec"]["replicas"] == 1
+
+
 def test_kubectl_shows_columns_and_explains_fields(namespace: Kubectl, crd: None) -> None:
     namespace.apply(STORED)
     header = namespace.run("get", names.SHORT_NAME, "stored", "-o", "wide").splitlines()[0].split()
