@@ -1,5 +1,5 @@
-"""The CRD's rule on ``extraArgs`` against vLLM's real parser: it refuses the operator's flags however they are spelt, and
-no other flag.
+"""The CRD's rule on ``extraArgs`` against vLLM's real parser: it refuses the operator's flags in every spelling,
+and no other flag.
 """
 
 from __future__ import annotations

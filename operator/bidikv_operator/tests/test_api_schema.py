@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -313,9 +313,12 @@ def nodes(node: Node) -> Iterator[Node]:
             yield from nodes(node[key])
 
 
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""Building models takes time, on a busy machine a lot of it; that is no failure."""
 FORBIDDEN = {"$ref", "$defs", "title", "const", "anyOf", "oneOf", "allOf", "uniqueItems", "exclusiveMinimum", "default"}
 
 
+@PATIENT
 @given(models())
 def test_what_comes_out_is_structural(model: type[BaseModel]) -> None:
     for node in nodes(build_open_api_schema(model)):
@@ -325,12 +328,14 @@ def test_what_comes_out_is_structural(model: type[BaseModel]) -> None:
         assert set(node.get("required", ())) <= set(node.get("properties", {}))
 
 
+@PATIENT
 @given(models())
 def test_converting_twice_changes_nothing(model: type[BaseModel]) -> None:
     once = build_open_api_schema(model)
     assert convert_json_schema(once) == once
 
 
+@PATIENT
 @given(models())
 def test_fields_and_requirements_are_those_of_the_model(model: type[BaseModel]) -> None:
     schema = build_open_api_schema(model)
@@ -338,6 +343,7 @@ def test_fields_and_requirements_are_those_of_the_model(model: type[BaseModel]) 
     assert set(schema.get("required", ())) == {n for n, field in model.model_fields.items() if field.is_required()}
 
 
+@PATIENT
 @given(models(), st.data())
 def test_one_unknown_keyword_anywhere_is_refused(model: type[BaseModel], data: st.DataObject) -> None:
     document = copy.deepcopy(build_open_api_schema(model))
