@@ -52,6 +52,8 @@ def install_operator(kubectl: Kubectl, *overrides: str) -> None:
         kubectl.kubeconfig,
     ]
     argv += ["--namespace", NAMESPACE, "--create-namespace", "--wait", "--timeout", f"{TIMEOUT_SECONDS}s"]
+    # Tests without the operator apply the CRD with kubectl; helm would refuse to adopt it otherwise.
+    argv += ["--take-ownership"]
     for value in values:
         argv += ["--set", value]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_SECONDS + 60)

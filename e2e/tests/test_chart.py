@@ -189,11 +189,11 @@ def test_environment_and_probes() -> None:
 CHILD_VERBS = {"get", "list", "watch", "create", "patch", "delete"}
 RIGHTS: dict[tuple[str, str], set[str]] = {
     (names.GROUP, names.PLURAL): {"get", "list", "watch"},
-    (names.GROUP, f"{names.PLURAL}/status"): {"get", "patch"},
+    (names.GROUP, f"{names.PLURAL}/status"): {"patch"},
     (names.GROUP, f"{names.PLURAL}/finalizers"): {"update"},
     ("", "pods"): {"get", "list", "watch"},
     ("discovery.k8s.io", "endpointslices"): {"get", "list", "watch"},
-    ("events.k8s.io", "events"): {"create", "patch"},
+    ("events.k8s.io", "events"): {"create"},
     **{(kind.group, kind.plural): CHILD_VERBS for kind in CHILD_KINDS},
 }
 """Exactly what the operator may do, beside its Lease."""
@@ -244,7 +244,7 @@ def test_lease_is_the_only_one_that_may_be_changed() -> None:
     create, change = role["rules"]
     assert create["verbs"] == ["create"]
     assert change["resourceNames"] == ["mine"]
-    assert set(change["verbs"]) == {"get", "update", "patch"}
+    assert set(change["verbs"]) == {"get", "update"}
     assert {r for rule in role["rules"] for r in rule["resources"]} == {"leases"}
 
 

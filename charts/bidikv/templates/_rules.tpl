@@ -8,7 +8,7 @@ No wildcard, no Secret, nothing on nodes, namespaces, CRDs or webhooks.
   verbs: [get, list, watch]
 - apiGroups: [serving.bidikv.io]
   resources: [bidikvinferences/status]
-  verbs: [get, patch]
+  verbs: [patch]
 # Children block their owner's deletion in the foreground; the admission plugin OwnerReferencesPermissionEnforcement asks for this.
 - apiGroups: [serving.bidikv.io]
   resources: [bidikvinferences/finalizers]
@@ -36,5 +36,5 @@ No wildcard, no Secret, nothing on nodes, namespaces, CRDs or webhooks.
   verbs: [get, list, watch]
 - apiGroups: [events.k8s.io]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end -}}
