@@ -143,6 +143,13 @@ class EngineClient:
                     _add(completions[choice["index"]], choice, choice["delta"])
         return completions
 
+    async def tokenize(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of the prompt that the chat template makes of ``messages``."""
+        assert self._session is not None, "use the client as a context manager"
+        async with self._session.post("/tokenize", json={"messages": list(messages)}) as response:
+            tokens: list[int] = (await response.json())["tokens"]
+            return tokens
+
     async def metrics(self) -> Metrics:
         assert self._session is not None, "use the client as a context manager"
         async with self._session.get("/metrics") as response:

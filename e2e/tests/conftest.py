@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from e2e.engine.fixtures import deployment, engines  # noqa: F401  (fixtures of the tests marked engine)
 from e2e.install import ROOT, install_operator
 from e2e.kubectl import Kubectl
 

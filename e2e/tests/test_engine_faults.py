@@ -1,0 +1,185 @@
+"""The KV protocol on real engines when something goes wrong between its steps: answers stay right, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from bidikv_runtime.connector import wire
+from e2e.engine.client import logprob_distance
+from e2e.engine.fixtures import OUTPUT_TOKENS, TOLERANCE, Deployment, assert_same, eventually, user
+from e2e.engine.local import HOST, LocalEngine, free_port
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
+
+
+@contextmanager
+def silent_source() -> Iterator[str]:
+    """An address that accepts connections and never says a word."""
+    with socket.create_server((HOST, 0)) as server:
+        yield f"{HOST}:{server.getsockname()[1]}"
+
+
+@contextmanager
+def vanished_source(blocks: int) -> Iterator[str]:
+    """A source that answers the lookup with ``blocks`` blocks and whose engine is gone when the read begins."""
+    stop = threading.Event()
+    peer = wire.Peer("gone", HOST, free_port(), 1)
+
+    def serve(router: zmq.Socket[bytes]) -> None:
+        while not stop.is_set():
+            if router.poll(100):
+                identity, data = router.recv_multipart()
+                request = msgspec.msgpack.decode(data)
+                found = wire.Found(request[2], 1, list(range(1, blocks + 1)), list(range(1, blocks + 1)), peer)
+                router.send_multipart((identity, wire.encode(found)))
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port(f"tcp://{HOST}")
+        thread = threading.Thread(target=serve, args=(router,))
+        thread.start()
+        try:
+            yield f"{HOST}:{port}"
+        finally:
+            stop.set()
+            thread.join(10)
+
+
+@pytest.mark.parametrize("point", ["read", "validation"])
+async def test_blocks_that_were_reused_do_not_validate(deployment: Deployment, point: str) -> None:
+    """Held before the read, P reads other content; held before the validation, it cannot know that it did not."""
+    messages = await deployment.history(f"overwritten {point}", 2)
+    failures = await deployment.validate_failures(deployment.p, "reallocated")
+    before = await deployment.reused(deployment.p)
+    deployment.fault(hold_reads=point == "read", hold_validations=point == "validation")
+    prefill = asyncio.create_task(
+        deployment.p.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[deployment.d.engine.source], stream=False)
+    )
+    await deployment.held(point)
+    await deployment.evict(deployment.d)
+    deployment.fault()
+    [answer] = await prefill
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    assert_same(answer, expected)
+    assert await deployment.validate_failures(deployment.p, "reallocated") == failures + 1
+    assert await deployment.reused(deployment.p) == before
+    await deployment.assert_no_kv_in_use()
+
+
+async def test_without_validation_the_answer_would_be_wrong(deployment: Deployment) -> None:
+    """The control of the test above: the fault is real, and the comparison sees it."""
+    messages = await deployment.history("trusting", 2)
+    deployment.fault(hold_reads=True, trust_reads=True)
+    prefill = asyncio.create_task(
+        deployment.p.chat(messages, max_tokens=1, sources=[deployment.d.engine.source], stream=False)
+    )
+    await deployment.held("read")
+    await deployment.evict(deployment.d)
+    deployment.fault(trust_reads=True)
+    [answer] = await prefill
+    [expected] = await deployment.m.chat(messages, max_tokens=1)
+    assert logprob_distance(answer.top_logprobs, expected.top_logprobs) > 10 * TOLERANCE
+
+
+async def test_the_part_that_is_still_valid_is_kept(deployment: Deployment) -> None:
+    """Eviction takes a sequence's end first, so the leading blocks of a half evicted history are still good."""
+    messages = await deployment.history("partly", 2)
+    before = await deployment.reused(deployment.p)
+    deployment.fault(hold_validations=True)
+    prefill = asyncio.create_task(
+        deployment.p.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[deployment.d.engine.source], stream=False)
+    )
+    await deployment.held("validation")
+    # 160 blocks, the null block aside 159; the history takes 39 of them, so 135 blocks reach into its end.
+    await deployment.d.chat([user("half", 135 * 32 - 250)], max_tokens=1)
+    deployment.fault()
+    [answer] = await prefill
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    assert_same(answer, expected)
+    assert 0 < await deployment.reused(deployment.p) - before < 1200
+
+
+@pytest.mark.parametrize("point", ["read", "validation"])
+async def test_client_that_leaves_during_a_read_leaves_nothing(deployment: Deployment, point: str) -> None:
+    messages = await deployment.history(f"leaving {point}", 1)
+    deployment.fault(hold_reads=point == "read", hold_validations=point == "validation")
+    prefill = asyncio.create_task(
+        deployment.p.chat(messages, max_tokens=1, sources=[deployment.d.engine.source], stream=False)
+    )
+    await deployment.held(point)
+    prefill.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await prefill
+    deployment.fault()
+    await deployment.assert_no_kv_in_use()
+    turn = await deployment.turn(messages)
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    assert_same(turn.decode[0], expected)
+    assert turn.prefill_reused > 600
+
+
+async def test_a_silent_source_does_not_keep_a_good_one(deployment: Deployment) -> None:
+    messages = await deployment.history("beside a silent one", 1)
+    with silent_source() as silent:
+        turn = await deployment.turn(messages, prefill_sources=[silent, deployment.d.engine.source])
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    assert_same(turn.decode[0], expected)
+    assert turn.prefill_reused > 600
+
+
+async def test_a_source_that_vanishes_after_the_lookup(deployment: Deployment) -> None:
+    failures = await deployment.validate_failures(deployment.p, "read_failed")
+    messages = [user("vanished")]
+    with vanished_source(blocks=15) as source:
+        turn = await deployment.turn(messages, prefill_sources=[source])
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    assert_same(turn.decode[0], expected)
+    assert turn.prefill_reused == 0
+    assert await deployment.validate_failures(deployment.p, "read_failed") == failures + 1
+    await deployment.assert_no_kv_in_use()
+
+
+async def test_a_killed_source_costs_a_recompute_and_is_used_again_after_its_restart(
+    deployment: Deployment, engines: dict[str, LocalEngine]
+) -> None:
+    messages = await deployment.history("killed", 1)
+    deployment.fault(hold_validations=True)
+    held = asyncio.create_task(
+        deployment.p.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[deployment.d.engine.source], stream=False)
+    )
+    await deployment.held("validation")
+    engines["D"].kill()
+    engines["D"].start()
+    deployment.fault()
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    [answer] = await held  # killed between READ and VALIDATE
+    assert_same(answer, expected)
+
+    assert await deployment.p.reset_prefix_cache()
+    silent = await deployment.lookups(deployment.p, "silent")
+    [answer] = await deployment.p.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[deployment.d.engine.source])
+    assert_same(answer, expected)
+    assert await deployment.lookups(deployment.p, "silent") == silent + 1
+
+    await asyncio.to_thread(engines["D"].wait_ready)
+    hits = await deployment.lookups(deployment.p, "hit")
+    [answer] = await deployment.d.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[deployment.p.engine.source])
+    assert_same(answer, expected)
+
+    async def used_again() -> bool:  # P may still hold the address for silent
+        assert await deployment.p.reset_prefix_cache()
+        [again] = await deployment.p.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[deployment.d.engine.source])
+        assert_same(again, expected)
+        return await deployment.lookups(deployment.p, "hit") > hits
+
+    await eventually(used_again, "P to read from the restarted D")
+    assert await deployment.reused(deployment.p) > 0
+    await deployment.assert_no_kv_in_use()
