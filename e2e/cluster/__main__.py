@@ -7,11 +7,11 @@ import os
 import sys
 from typing import Final
 
-from e2e.cluster import lifecycle, namespaces
-from e2e.cluster.api import Kubectl, parse_node_states
-from e2e.cluster.paths import Paths, find_external_kubeconfig, find_paths, find_tool
+from e2e.cluster import health, lifecycle
+from e2e.cluster.paths import Paths, exempt_from_proxy, find_external_kubeconfig, find_paths
 from e2e.cluster.progress import ClusterError, say
-from e2e.cluster.topology import DEFAULT_NETWORK, DEVICES, NETWORK_VARIABLE, Topology, build_topology
+from e2e.cluster.topology import DEFAULT_NETWORK, NETWORK_VARIABLE, Topology, build_topology
+from e2e.kubectl import KubectlError
 
 NODES_VARIABLE: Final = "BIDIKV_NODES"
 DEFAULT_NODES: Final = 2
@@ -47,39 +47,19 @@ def _say_external(paths: Paths, kubeconfig: str, command: str) -> int:
     if command == "down":
         say(f"KUBECONFIG names {kubeconfig}, not the local cluster: nothing was started here and nothing is stopped.")
         return 0
-    version = lifecycle.check_external(paths, kubeconfig)
-    say(
-        f"KUBECONFIG names {kubeconfig}: its API answers (Kubernetes {version}); the local cluster is neither needed nor started."
-    )
+    version = health.observe_server_version(kubeconfig, paths)
+    say(f"KUBECONFIG names {kubeconfig}: its API answers (Kubernetes {version}). Nothing is started here.")
     return 0
 
 
 def _say_status(paths: Paths, wanted: Topology) -> int:
-    topology = lifecycle.find_running_topology(paths, wanted)
-    problem = lifecycle.observe_problem(paths, topology)
-    if problem and not paths.fingerprint.exists():
-        say(problem)
-        return 1
-    say(f"API         {topology.api_url}")
-    say(f"kubeconfig  {paths.kubeconfig}")
-    say(f"kubectl     {paths.binaries}/kubectl")
-    say(f"helm        {paths.binaries}/helm")
-    say(f"audit log   {paths.audit_log}")
-    say(f"logs        {paths.run}/<machine>/log")
-    running = namespaces.observe_units()
-    for machine in topology.machines:
-        say(f"machine     {machine.name} {machine.address} process {running.get(machine.name, '(does not run)')}")
-    try:
-        states = parse_node_states(
-            Kubectl(find_tool("kubectl", paths), str(paths.kubeconfig)).get("nodes", "--request-timeout=5s")
-        )
-    except ClusterError:
-        states = []
-    for state in states:
-        devices = ", ".join(f"{state.allocatable.get(name, '0')} {name}" for name in DEVICES)
-        ready = "Ready" if state.ready else "not Ready"
-        say(f"node        {state.name} {ready}, zone {state.zone}, {state.instance_type}, {devices}")
-    say(f"health      {problem or 'fine'}")
+    topology = health.find_running_topology(paths, wanted)
+    problem = health.observe_problem(paths, topology)
+    if not paths.run.exists():
+        say(f"{problem}")
+    else:
+        for line in health.describe(paths, topology, problem):
+            say(line)
     return 1 if problem else 0
 
 
@@ -91,6 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         if external is not None:
             return _say_external(paths, external, options.command)
         topology = _build_topology(getattr(options, "nodes", None))
+        exempt_from_proxy(topology.network)
         if options.command == "up":
             lifecycle.up(paths, topology)
             return _say_status(paths, topology)
@@ -102,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         lifecycle.down(paths)
         say("The cluster is down.")
         return 0
-    except ClusterError as failure:
+    except (ClusterError, KubectlError) as failure:
         print(f"error: {failure}", file=sys.stderr, flush=True)
         return 1
 

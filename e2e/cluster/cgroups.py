@@ -1,7 +1,7 @@
 """A cgroup of its own for each unit, in every hierarchy of the host: cgroup v1, v2, or the hybrid of both.
 
-Two kubelets on one host need it: each takes the pod cgroups below its root that it does not know for leftovers and removes
-them. The unit's daemons live in the leaf ``daemons``, apart from the pods, as cgroup v2 demands.
+Two kubelets on one host need it: each takes the pod cgroups below its root that it does not know for leftovers and
+removes them. The unit's daemons live in the leaf ``daemons``, apart from the pods, as cgroup v2 demands.
 """
 
 from __future__ import annotations

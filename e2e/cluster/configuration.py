@@ -86,7 +86,7 @@ def render_kubelet(node: Node, topology: Topology, *, unit: Path, socket: Path, 
             "clusterDomain": CLUSTER_DOMAIN,
             "containerRuntimeEndpoint": f"unix://{socket}",
             "enforceNodeAllocatable": [],
-            # Images are never pulled, so one that is collected never comes back; the host's disk is not the pods' affair.
+            # Images are never pulled: one that is collected never comes back. The host's disk is not the pods' affair.
             "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
             "imageGCHighThresholdPercent": 100,
             "imageGCLowThresholdPercent": 99,
@@ -112,8 +112,8 @@ def render_kube_proxy(node: Node, topology: Topology, kubeconfig: Path) -> str:
             "mode": "nftables",
             "bindAddress": node.address,
             "clusterCIDR": topology.pod_network,
-            # Traffic to a Service from outside the pods (the host, the API server) is masqueraded: its answers come back
-            # through the node that translated it.
+            # Traffic to a Service from outside the pods (the host, the API server) is masqueraded: its answers come
+            # back through the node that translated it.
             "detectLocalMode": "ClusterCIDR",
             "hostnameOverride": node.name,
             "clientConnection": {"kubeconfig": str(kubeconfig)},
@@ -127,8 +127,8 @@ def render_kube_proxy(node: Node, topology: Topology, kubeconfig: Path) -> str:
 def render_containerd(unit: Path, socket: Path, pause_image: str, *, snapshotter: str) -> str:
     """containerd's configuration: its root, state and socket belong to the unit, never to the system's containerd.
 
-    ``restrict_oom_score_adj``: without CAP_SYS_RESOURCE runc cannot lower a score and fails with "can't get final child's
-    PID from pipe: EOF".
+    ``restrict_oom_score_adj``: without CAP_SYS_RESOURCE runc cannot lower a score and fails with "can't get final
+    child's PID from pipe: EOF".
     """
     return f"""\
 version = 2
@@ -191,7 +191,7 @@ def render_cni(node: Node) -> str:
 
 
 def render_corefile(topology: Topology, kubeconfig: Path) -> str:
-    """Names of the cluster only: there is nothing beyond it to forward a query to."""
+    """Names of the cluster only; any other does not exist: there is nothing beyond to forward a query to."""
     address = topology.control_plane.address
     return f"""\
 .:53 {{
@@ -206,6 +206,9 @@ def render_corefile(topology: Topology, kubeconfig: Path) -> str:
         kubeconfig {kubeconfig}
         pods insecure
         ttl 5
+    }}
+    template ANY ANY {{
+        rcode NXDOMAIN
     }}
 }}
 """

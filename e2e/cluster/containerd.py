@@ -16,7 +16,7 @@ IMPORT_LIMIT_SECONDS: Final = 300.0
 
 
 def find_snapshotter(folder: Path) -> str:
-    """``overlayfs``, or ``native`` (copies) where the folder itself lies on an overlay, which cannot hold another one."""
+    """``overlayfs``, or ``native`` (copies) where the folder itself lies on an overlay: it cannot hold another one."""
     kind = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(folder)], capture_output=True, text=True, check=True, timeout=30
     ).stdout.strip()

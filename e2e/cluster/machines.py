@@ -32,7 +32,7 @@ def kubeconfig_path(paths: Paths, user: str) -> Path:
 
 
 def build_control_plane(topology: Topology, paths: Paths, programs: Mapping[str, Path], cgroups: list[str]) -> UnitSpec:
-    """etcd, API server, controllers, scheduler and CoreDNS on one address of the bridge, reachable from nowhere else."""
+    """etcd, API server, controllers, scheduler and CoreDNS, on one address of the bridge."""
     unit = paths.unit(CONTROL_PLANE)
     pki = paths.certificates
     kube = str(programs["kube"])
@@ -102,7 +102,11 @@ def build_control_plane(topology: Topology, paths: Paths, programs: Mapping[str,
             ),
             ProgramSpec("kube-controller-manager", [kube, "kube-controller-manager", *controllers]),
             ProgramSpec("kube-scheduler", [kube, "kube-scheduler", *scheduler]),
-            ProgramSpec("coredns", [str(programs["coredns"]), "-conf", str(unit / "Corefile")]),
+            ProgramSpec(
+                "coredns",
+                [str(programs["coredns"]), "-conf", str(unit / "Corefile")],
+                ready=topology.dns_ready_url,
+            ),
         ],
     )
 

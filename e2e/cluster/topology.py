@@ -1,8 +1,7 @@
 """Names and addresses of the cluster, computed from one network and the number of nodes. Pure.
 
-Inside the cluster's network (a /16 by default): the first /24 joins the machines (the host's bridge address is .1, the
-control plane .10, node i .11+i), a /24 from the 64th on belongs to the pods of each node, and a /20 at the middle to the
-Services.
+Inside the cluster's network (a /16): the first /24 joins the machines (the host's bridge address is .1, the control
+plane .10, node i .11+i), a /24 from the 64th on belongs to the pods of each node, and a /20 at the middle to Services.
 """
 
 from __future__ import annotations
@@ -62,6 +61,10 @@ class Topology:
         return (self.control_plane, *self.nodes)
 
     @property
+    def dns_ready_url(self) -> str:
+        return f"http://{self.control_plane.address}:8181/ready"
+
+    @property
     def api_url(self) -> str:
         return f"https://{self.control_plane.address}:6443"
 
@@ -69,8 +72,7 @@ class Topology:
 def build_topology(node_count: int, network: str = DEFAULT_NETWORK) -> Topology:
     """The addresses of a cluster of ``node_count`` nodes inside ``network``.
 
-    Raises ``ValueError`` when the count is not 1 to 8 or the network is not an IPv4 /16 (longer ones leave no room for a
-    /24 for each node).
+    Raises ``ValueError`` when the count is not 1 to 8 or the network is not an IPv4 /16.
     """
     if not 1 <= node_count <= MAX_NODES:
         raise ValueError(f"nodes: {node_count} is not between 1 and {MAX_NODES}")

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any, Final
 
 RESTART_DELAY_SECONDS: Final = 1.0
+RESTART_DELAY_LIMIT_SECONDS: Final = 30.0
 RESTART_BUDGET: Final = 10
 """Restarts of one program within the window; one more ends the unit."""
-RESTART_WINDOW_SECONDS: Final = 300.0
+RESTART_WINDOW_SECONDS: Final = 600.0
 READY_LIMIT_SECONDS: Final = 90.0
 STARTING_TICK_SECONDS: Final = 0.05
 RUNNING_TICK_SECONDS: Final = 30.0
@@ -33,7 +34,7 @@ RUNNING_TICK_SECONDS: Final = 30.0
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """A program of a unit. ``ready`` is ``""``, ``unix:PATH``, ``tcp:HOST:PORT`` or an ``https://`` URL that answers 200."""
+    """A program of a unit. ``ready`` is ``""``, ``unix:PATH``, ``tcp:HOST:PORT`` or a URL that answers 200."""
 
     name: str
     command: list[str]
@@ -67,22 +68,25 @@ def parse_unit_spec(text: str) -> UnitSpec:
 
 
 class RestartBudget:
-    """Counts restarts inside a sliding window."""
+    """Counts restarts inside a sliding window; each waits twice as long as the one before."""
 
     def __init__(self, limit: int = RESTART_BUDGET, window_seconds: float = RESTART_WINDOW_SECONDS) -> None:
         self._limit = limit
         self._window = window_seconds
         self._times: list[float] = []
 
-    def spend(self, now: float) -> bool:
-        """True when one more restart at ``now`` is within the budget."""
+    def spend(self, now: float) -> float | None:
+        """Seconds to wait before one more restart, asked for at ``now``; None when the budget is used up."""
         self._times = [moment for moment in self._times if now - moment < self._window]
         self._times.append(now)
-        return len(self._times) <= self._limit
+        if len(self._times) > self._limit:
+            return None
+        return min(RESTART_DELAY_SECONDS * 2.0 ** (len(self._times) - 1), RESTART_DELAY_LIMIT_SECONDS)
 
 
-def _is_ready(program: ProgramSpec) -> bool:
-    kind, _, rest = program.ready.partition(":")
+def observe_ready(check: str, authority: str = "") -> bool:
+    """Whether a check (see ``ProgramSpec``) succeeds now, within 2 s."""
+    kind, _, rest = check.partition(":")
     try:
         if kind == "unix":
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -91,13 +95,13 @@ def _is_ready(program: ProgramSpec) -> bool:
         elif kind == "tcp":
             host, _, port = rest.rpartition(":")
             socket.create_connection((host, int(port)), timeout=1).close()
-        elif kind == "https":
-            trust = ssl.create_default_context(cafile=program.ready_authority)
+        elif kind in ("http", "https"):
+            trust = ssl.create_default_context(cafile=authority or None)
             # No proxy of the user's environment may come between.
             opener = urllib.request.build_opener(
                 urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trust)
             )
-            opener.open(program.ready, timeout=2).close()
+            opener.open(check, timeout=2).close()
     except (OSError, urllib.error.URLError):
         return False
     return True
@@ -142,7 +146,7 @@ class Unit:
                 self._start(program)
         if self._starting is not None:
             program, limit = self._starting
-            if _is_ready(program):
+            if observe_ready(program.ready, program.ready_authority):
                 self._log(f"{program.name} is ready")
                 self._starting = None
             elif now > limit:
@@ -186,11 +190,12 @@ class Unit:
             if program is None:
                 continue
             code = os.waitstatus_to_exitcode(status)
-            if not self._budgets[program.name].spend(now):
+            delay = self._budgets[program.name].spend(now)
+            if delay is None:
                 self._log(f"{program.name} ended ({code}) more than {RESTART_BUDGET} times; the unit ends")
                 return False
-            self._log(f"{program.name} ended ({code}); starting it again")
-            self._due.append((now + RESTART_DELAY_SECONDS, program))
+            self._log(f"{program.name} ended ({code}); starting it again in {delay:.0f} s")
+            self._due.append((now + delay, program))
 
     def _log(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} {self._spec.name}: {text}", flush=True)

@@ -1,7 +1,7 @@
 """OCI images from plain files: deterministic layers, manifests, and an archive that containerd imports.
 
 Equal content gives equal bytes everywhere: entries are sorted, owned by root and dated 0, and the documents are written
-with sorted keys. So an image's tag can be the hash of its content. Format: OCI image specification 1.0, image layout 1.0.0.
+with sorted keys. So an image's tag can be the hash of its content. Format: OCI image specification 1.0.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ def write_archive(
             else:
                 entry = _entry(f"blobs/sha256/{digest}", tarfile.REGTYPE, 0o644)
                 entry.size = blob.size
-                with blob.path.open("rb") as content:
-                    archive.addfile(entry, content)
+                with blob.path.open("rb") as file:
+                    archive.addfile(entry, file)
         _add_bytes(archive, "index.json", _encode({"schemaVersion": 2, "manifests": manifests}))
 
 

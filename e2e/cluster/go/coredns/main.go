@@ -5,6 +5,7 @@ package main
 import (
 	"github.com/coredns/coredns/core/dnsserver"
 	"github.com/coredns/coredns/coremain"
+	_ "github.com/coredns/coredns/plugin/bind"
 	_ "github.com/coredns/coredns/plugin/cache"
 	_ "github.com/coredns/coredns/plugin/errors"
 	_ "github.com/coredns/coredns/plugin/health"
@@ -13,10 +14,13 @@ import (
 	_ "github.com/coredns/coredns/plugin/log"
 	_ "github.com/coredns/coredns/plugin/metrics"
 	_ "github.com/coredns/coredns/plugin/ready"
+	_ "github.com/coredns/coredns/plugin/template"
 )
 
 func main() {
-	// The order in which a query passes the plugins, as in CoreDNS's own plugin.cfg.
-	dnsserver.Directives = []string{"health", "ready", "prometheus", "errors", "log", "cache", "loadbalance", "kubernetes"}
+	// The order in which a query passes the plugins: CoreDNS's own, but for template, which answers what is left over.
+	dnsserver.Directives = []string{
+		"bind", "ready", "health", "prometheus", "errors", "log", "loadbalance", "cache", "kubernetes", "template",
+	}
 	coremain.Run()
 }

@@ -1,10 +1,7 @@
-"""What the cluster's API says about itself, by kubectl: the same client that a user has."""
+"""What the API says about the nodes, and whether that is what was asked for. Pure but for the waiting."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,53 +9,7 @@ from typing import Any, Final
 
 from e2e.cluster.progress import ClusterError
 
-CALL_LIMIT_SECONDS: Final = 30
 POLL_SECONDS: Final = 0.2
-
-
-@dataclass(frozen=True)
-class Kubectl:
-    """kubectl bound to one kubeconfig."""
-
-    executable: str
-    kubeconfig: str
-
-    def run(self, *arguments: str, input_text: str | None = None, limit_seconds: float = CALL_LIMIT_SECONDS) -> str:
-        """Standard output of one call; ``ClusterError`` with kubectl's own message when it fails."""
-        # The user's proxy settings must not catch requests to an address of this machine.
-        environment = {key: value for key, value in os.environ.items() if key.lower() not in PROXY_VARIABLES}
-        try:
-            result = subprocess.run(
-                [self.executable, f"--kubeconfig={self.kubeconfig}", *arguments],
-                input=input_text,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=limit_seconds,
-                env=environment if self.own_network else None,
-            )
-        except subprocess.TimeoutExpired:
-            raise ClusterError(f"`kubectl {' '.join(arguments)}` did not end within {limit_seconds:.0f} s") from None
-        if result.returncode != 0:
-            raise ClusterError(f"`kubectl {' '.join(arguments)}` failed: {result.stderr.strip()}")
-        return result.stdout
-
-    own_network: bool = True
-    """False for a cluster of the user's, which a proxy of theirs may lead to."""
-
-    def get(self, *arguments: str) -> Any:
-        """One ``kubectl get``, decoded."""
-        return json.loads(self.run("get", *arguments, "--output=json"))
-
-    def apply(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Server-side apply of several objects."""
-        listing = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
-        self.run(
-            "apply", "--server-side", "--field-manager=bidikv-cluster", "--filename=-", input_text=json.dumps(listing)
-        )
-
-
-PROXY_VARIABLES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 @dataclass(frozen=True)
