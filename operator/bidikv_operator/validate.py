@@ -259,8 +259,7 @@ def _check_pod_template(
         Problem(f"{field}.{key}", "only metadata and spec can be overridden; remove it")
         for key in sorted(set(template) - {"metadata", "spec"})
     ]
-    metadata = template.get("metadata") or {}
-    spec = template.get("spec") or {}
+    metadata, spec = ({} if template.get(key) is None else template[key] for key in ("metadata", "spec"))
     for key, value in (("metadata", metadata), ("spec", spec)):
         if not isinstance(value, Mapping):
             return [*problems, Problem(f"{field}.{key}", "must be an object; correct it")]

@@ -1,0 +1,214 @@
+"""Applying children against an API server in memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from bidikv_operator import names
+from bidikv_operator.apply import Applier, choose_ownership
+from bidikv_operator.build import Desired, build_all
+from bidikv_operator.cache import ChildRef, Key, ObjectCache
+from bidikv_operator.kinds import DEPLOYMENT, POD_DISRUPTION_BUDGET, ROLE, SERVICE, Kind
+from bidikv_operator.kube import ForbiddenError, TransientError
+from bidikv_operator.observe import observe_cached
+from bidikv_operator.state import Applied
+from bidikv_operator.tests.samples import FakeKube, make_resource, resolve, store_resource
+
+Object = dict[str, Any]
+KEY = Key("team", "chat")
+
+
+class World:
+    """A cluster in memory with one resource, and the applier under test."""
+
+    def __init__(self, resource: Object) -> None:
+        self.cache = ObjectCache()
+        self.kube = FakeKube(self.cache)
+        self.applier = Applier(self.kube, self.cache)
+        self.resource = store_resource(self.kube, resource)
+
+    def change(self, **spec: Any) -> None:
+        self.resource = store_resource(self.kube, {**self.resource, "spec": {**self.resource["spec"], **spec}})
+
+    def restart(self) -> None:
+        """A new process: no memory, the same cluster."""
+        self.applier = Applier(self.kube, self.cache)
+
+    def desired(self) -> Desired:
+        return build_all(resolve(self.resource))
+
+    async def apply(self) -> Applied:
+        observed = observe_cached(self.cache, KEY)
+        assert observed is not None
+        return await self.applier.apply_all(observed, self.desired())
+
+    def live(self, kind: Kind, name: str) -> Object:
+        return self.kube.objects["team", ChildRef(kind, name)]
+
+
+@pytest.fixture
+def world() -> World:
+    return World(make_resource(prefill={"replicas": 2}))
+
+
+async def test_creates_everything_in_order_then_rests(world: World) -> None:
+    applied = await world.apply()
+    expected = [("apply", f"{kind.kind} {manifest['metadata']['name']}") for kind, manifest in world.desired()]
+    assert world.kube.take_writes() == expected
+    assert not applied.failures
+    assert set(applied.children) == {ChildRef(kind, manifest["metadata"]["name"]) for kind, manifest in world.desired()}
+    await world.apply()
+    world.restart()
+    await world.apply()
+    assert world.kube.take_writes() == []
+
+
+async def test_a_deleted_child_comes_back(world: World) -> None:
+    await world.apply()
+    world.kube.take_writes()
+    world.kube.remove(SERVICE, "team", "chat-decode")
+    await world.apply()
+    assert world.kube.take_writes() == [("apply", "Service chat-decode")]
+
+
+async def test_an_edited_child_is_repaired(world: World) -> None:
+    await world.apply()
+    world.kube.take_writes()
+    edited = copy.deepcopy(world.live(DEPLOYMENT, "chat-prefill"))
+    edited["spec"]["template"]["spec"]["containers"][0]["image"] = "other"
+    world.kube.store(DEPLOYMENT, edited)
+    await world.apply()
+    assert world.kube.take_writes() == [("apply", "Deployment chat-prefill")]
+    assert world.live(DEPLOYMENT, "chat-prefill")["spec"]["template"]["spec"]["containers"][0]["image"] != "other"
+
+
+async def test_what_others_add_stays_and_is_no_drift(world: World) -> None:
+    await world.apply()
+    world.kube.take_writes()
+    edited = copy.deepcopy(world.live(SERVICE, "chat"))
+    edited["metadata"]["annotations"]["other.example/x"] = "1"
+    world.kube.store(SERVICE, edited)
+    await world.apply()
+    assert world.kube.take_writes() == []
+
+
+async def test_a_child_without_our_label_is_still_found(world: World) -> None:
+    """The watches select the label: without it the child leaves the cache, but it must not be taken for foreign."""
+    await world.apply()
+    world.kube.take_writes()
+    edited = copy.deepcopy(world.live(SERVICE, "chat"))
+    del edited["metadata"]["labels"][names.LABEL_OWNER]
+    world.cache.drop(SERVICE, world.live(SERVICE, "chat"))
+    world.kube.store(SERVICE, edited)
+    applied = await world.apply()
+    assert not applied.failures
+    assert world.live(SERVICE, "chat")["metadata"]["labels"][names.LABEL_OWNER] == "chat"
+
+
+async def test_a_mutating_webhook_does_not_cause_a_loop(world: World) -> None:
+    def mutate(obj: Object) -> Object:
+        changed = copy.deepcopy(obj)
+        changed["metadata"]["labels"][names.LABEL_PART_OF] = "rewritten"
+        return changed
+
+    world.kube.mutate = mutate
+    await world.apply()
+    world.kube.take_writes()
+    await world.apply()
+    await world.apply()
+    assert world.kube.take_writes() == []
+
+
+async def test_children_no_longer_desired_are_deleted(world: World) -> None:
+    await world.apply()
+    world.kube.take_writes()
+    world.change(prefill={"replicas": 1})
+    applied = await world.apply()
+    assert ("delete", "PodDisruptionBudget chat-prefill") in world.kube.take_writes()
+    assert ChildRef(POD_DISRUPTION_BUDGET, "chat-prefill") not in applied.children
+    await world.apply()
+    assert world.kube.take_writes() == []
+
+
+async def test_a_foreign_object_of_the_same_name_is_left_alone(world: World) -> None:
+    foreign = {"metadata": {"name": "chat-decode", "namespace": "team", "labels": {}}, "spec": {"theirs": True}}
+    world.kube.store(SERVICE, foreign)
+    applied = await world.apply()
+    (failure,) = applied.failures
+    assert failure.reason == names.REASON_NAME_TAKEN
+    assert str(failure).startswith("Service chat-decode: exists and belongs to something else")
+    assert world.live(SERVICE, "chat-decode")["spec"] == {"theirs": True}
+    # Everything else is in place.
+    assert len(applied.children) == len(list(world.desired())) - 1
+
+
+async def test_children_of_a_deleted_namesake_are_waited_for(world: World) -> None:
+    await world.apply()
+    world.kube.take_writes()
+    world.resource["metadata"]["uid"] = "a-new-life"
+    world.resource = store_resource(world.kube, world.resource)
+    world.restart()
+    applied = await world.apply()
+    assert len(applied.waiting) == len(list(world.desired()))
+    assert world.kube.take_writes() == []
+    for _, ref in list(world.kube.objects):
+        if ref.kind.kind != names.KIND:
+            world.kube.remove(ref.kind, "team", ref.name)
+    assert not (await world.apply()).waiting
+
+
+async def test_a_child_that_is_being_deleted_is_waited_for(world: World) -> None:
+    await world.apply()
+    world.kube.take_writes()
+    leaving = copy.deepcopy(world.live(ROLE, "chat-router"))
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    world.kube.store(ROLE, leaving)
+    applied = await world.apply()
+    assert applied.waiting == (ChildRef(ROLE, "chat-router"),)
+    assert world.kube.take_writes() == []
+
+
+async def test_a_refused_child_does_not_stop_the_others(world: World) -> None:
+    def refuse(verb: str, kind: Kind, name: str) -> Exception | None:
+        return ForbiddenError("exceeded quota", status=403) if (kind, name) == (DEPLOYMENT, "chat-prefill") else None
+
+    world.kube.refuse = refuse
+    applied = await world.apply()
+    (failure,) = applied.failures
+    assert (failure.reason, str(failure)) == (names.REASON_APPLY_FAILED, "Deployment chat-prefill: exceeded quota")
+    assert ChildRef(DEPLOYMENT, "chat-router") in applied.children
+    world.kube.refuse = lambda verb, kind, name: None
+    assert not (await world.apply()).failures
+
+
+async def test_an_absent_api_server_stops_the_pass(world: World) -> None:
+    world.kube.refuse = lambda verb, kind, name: TransientError("away")
+    with pytest.raises(TransientError):
+        await world.apply()
+    assert len(world.kube.writes) == 1
+
+
+OWNER = {"metadata": {"name": "chat", "uid": "me"}}
+CONTROLLER = {"kind": names.KIND, "name": "chat", "uid": "me", "controller": True}
+OUR_LABELS = {names.LABEL_MANAGED_BY: names.MANAGED_BY, names.LABEL_OWNER: "chat"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "ownership"),
+    [
+        ({"ownerReferences": [CONTROLLER]}, "ours"),
+        ({"ownerReferences": [{**CONTROLLER, "uid": "before"}]}, "previous"),
+        ({"ownerReferences": [{**CONTROLLER, "name": "other", "uid": "x"}]}, "foreign"),
+        ({"ownerReferences": [{**CONTROLLER, "kind": "ReplicaSet", "uid": "x"}]}, "foreign"),
+        ({"ownerReferences": [{**CONTROLLER, "controller": False, "uid": "x"}]}, "foreign"),
+        ({}, "foreign"),
+        ({"labels": OUR_LABELS}, "ours"),
+        ({"labels": {**OUR_LABELS, names.LABEL_OWNER: "other"}}, "foreign"),
+        ({"labels": {names.LABEL_OWNER: "chat"}}, "foreign"),
+    ],
+)
+def test_ownership(metadata: Object, ownership: str) -> None:
+    assert choose_ownership({"metadata": metadata}, OWNER) == ownership

@@ -1,0 +1,86 @@
+"""The cache's invariants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bidikv_operator import names
+from bidikv_operator.cache import ChildRef, Key, ObjectCache
+from bidikv_operator.kinds import INFERENCE, POD, SERVICE
+from bidikv_operator.tests.samples import make_resource
+
+KEY = Key("team", "chat")
+
+
+def service(version: int, *, owner: str | None = "chat", uid: str = "u1", name: str = "chat") -> dict[str, Any]:
+    labels = {names.LABEL_OWNER: owner} if owner else {}
+    metadata = {"name": name, "namespace": "team", "uid": uid, "resourceVersion": str(version), "labels": labels}
+    return {"metadata": {**metadata, "managedFields": ["much"]}, "spec": {"v": version}}
+
+
+def test_objects_are_found_by_owner() -> None:
+    cache = ObjectCache()
+    assert cache.put(INFERENCE, make_resource()) == KEY
+    assert cache.put(SERVICE, service(1)) == KEY
+    assert cache.put(POD, service(1, name="p")) == KEY
+    assert cache.put(SERVICE, service(1, owner=None, name="other")) is None
+    assert set(cache.children(KEY)) == {ChildRef(SERVICE, "chat")}
+    assert [pod["metadata"]["name"] for pod in cache.pods(KEY)] == ["p"]
+    resource = cache.resource(KEY)
+    assert resource is not None
+    assert cache.resources() == [resource]
+
+
+def test_what_costs_memory_is_dropped() -> None:
+    cache = ObjectCache()
+    cache.put(SERVICE, service(1))
+    cache.put(POD, service(1, name="p"))
+    assert "managedFields" not in cache.children(KEY)[ChildRef(SERVICE, "chat")]["metadata"]
+    assert "spec" not in cache.pods(KEY)[0]
+
+
+def test_an_older_version_never_replaces_a_newer_one() -> None:
+    cache = ObjectCache()
+    cache.put(SERVICE, service(9))  # the answer to our own write
+    cache.put(SERVICE, service(8))  # the watch is behind
+    assert cache.children(KEY)[ChildRef(SERVICE, "chat")]["spec"] == {"v": 9}
+    cache.put(SERVICE, service(10))
+    assert cache.children(KEY)[ChildRef(SERVICE, "chat")]["spec"] == {"v": 10}
+
+
+def test_a_late_deletion_does_not_remove_the_successor() -> None:
+    cache = ObjectCache()
+    cache.put(SERVICE, service(5, uid="new"))
+    assert cache.drop(SERVICE, service(4, uid="old")) == KEY
+    assert cache.children(KEY)
+    assert cache.drop(SERVICE, service(5, uid="new")) == KEY
+    assert not cache.children(KEY)
+
+
+def test_a_deletion_of_the_unknown_names_its_owner() -> None:
+    assert ObjectCache().drop(SERVICE, service(1)) == KEY
+    assert ObjectCache().drop(SERVICE, service(1, owner=None)) is None
+
+
+def test_a_changed_owner_label_moves_the_object() -> None:
+    cache = ObjectCache()
+    cache.put(SERVICE, service(1))
+    assert cache.put(SERVICE, service(2, owner="other")) == Key("team", "other")
+    assert not cache.children(KEY)
+    assert cache.put(SERVICE, service(3, owner=None)) is None
+    assert not cache.children(Key("team", "other"))
+
+
+def test_correction_by_a_live_list() -> None:
+    cache = ObjectCache()
+    cache.put(SERVICE, service(1, name="gone"))
+    cache.put(SERVICE, service(2, name="stale"))
+    cache.put(SERVICE, service(3, name="same"))
+    cache.put(SERVICE, service(30, name="newer"))  # created after the list was taken
+    cache.put(POD, service(1, name="pod"))  # of another kind: not concerned
+    live = [service(7, name="stale"), service(3, name="same"), service(8, name="missed")]
+    assert cache.correct(SERVICE, KEY, live, "20") == 3
+    versions = {ref.name: obj["spec"]["v"] for ref, obj in cache.children(KEY).items()}
+    assert versions == {"stale": 7, "same": 3, "missed": 8, "newer": 30}
+    assert cache.pods(KEY)
+    assert cache.correct(SERVICE, KEY, live, "20") == 0

@@ -1,0 +1,177 @@
+"""The whole pass over an API server in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bidikv_operator import names
+from bidikv_operator.cache import ChildRef, Key, ObjectCache
+from bidikv_operator.kinds import DEPLOYMENT, INFERENCE, SERVICE
+from bidikv_operator.kube import InvalidError, TransientError
+from bidikv_operator.metrics import Metrics
+from bidikv_operator.reconcile import Reconciler
+from bidikv_operator.tests.samples import RUNTIME_IMAGE, FakeKube, make_resource, store_resource
+from bidikv_operator.workqueue import Done, RequeueAfter, RetryLaterError
+
+Object = dict[str, Any]
+KEY = Key("team", "chat")
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.cache = ObjectCache()
+        self.kube = FakeKube(self.cache)
+        self.metrics = Metrics()
+        self.reconciler = Reconciler(
+            kube=self.kube,  # type: ignore[arg-type]
+            cache=self.cache,
+            metrics=self.metrics,
+            runtime_image=RUNTIME_IMAGE,
+            identity="test",
+            resync_seconds=600,
+            clock=lambda: self.now,
+        )
+
+    @property
+    def status(self) -> Object:
+        found: Object = self.kube.objects["team", ChildRef(INFERENCE, "chat")]["status"]
+        return found
+
+    def condition(self, name: str) -> tuple[str, str]:
+        found = next(condition for condition in self.status["conditions"] if condition["type"] == name)
+        return found["status"], found["reason"]
+
+    def make_ready(self) -> None:
+        for (_, ref), obj in list(self.kube.objects.items()):
+            if ref.kind == DEPLOYMENT:
+                wanted = obj["spec"]["replicas"]
+                counts = {"replicas": wanted, "readyReplicas": wanted, "updatedReplicas": wanted}
+                self.kube.store(DEPLOYMENT, {**obj, "status": {"observedGeneration": 1, **counts}})
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_from_nothing_to_rest(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    result = await world.reconciler.reconcile(KEY)
+    assert isinstance(result, RequeueAfter)
+    assert 480 <= result.seconds <= 720
+    assert world.condition("Ready") == ("False", "Starting")
+    world.make_ready()
+    await world.reconciler.reconcile(KEY)
+    assert world.condition("Ready") == ("True", "Ready")
+    world.kube.take_writes()
+    for _ in range(3):
+        await world.reconciler.reconcile(KEY)
+    assert world.kube.take_writes() == [], "at rest nothing is written"
+    assert not any(verb == "list" for verb, _ in world.kube.reads), "and nothing is read either"
+
+
+async def test_absent_and_leaving_resources_are_left_alone(world: World) -> None:
+    assert await world.reconciler.reconcile(KEY) == Done()
+    resource = make_resource()
+    resource["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    store_resource(world.kube, resource)
+    assert await world.reconciler.reconcile(KEY) == Done()
+    assert world.kube.take_writes() == []
+
+
+async def test_an_invalid_change_leaves_what_runs(world: World) -> None:
+    resource = store_resource(world.kube, make_resource())
+    await world.reconciler.reconcile(KEY)
+    world.make_ready()
+    await world.reconciler.reconcile(KEY)
+    world.kube.take_writes()
+    live = world.kube.objects["team", ChildRef(INFERENCE, "chat")]
+    store_resource(world.kube, {**live, "spec": {**resource["spec"], "fabric": {"type": "EFA"}}})
+    await world.reconciler.reconcile(KEY)
+    assert world.condition("Accepted") == ("False", "Invalid")
+    assert world.condition("PrefillReady") == ("True", "AllReplicasReady")
+    kinds = {what.split()[0] for _, what in world.kube.take_writes()}
+    assert kinds == {"BidiKVInference", "Event"}
+
+
+async def test_a_refused_child_is_told_and_retried(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    world.kube.refuse = lambda verb, kind, name: InvalidError("spec.x: bad") if kind == DEPLOYMENT else None
+    with pytest.raises(RetryLaterError, match=r"Deployment chat-prefill: spec\.x: bad"):
+        await world.reconciler.reconcile(KEY)
+    assert world.condition("Progressing") == ("False", "ApplyFailed")
+    world.kube.refuse = lambda verb, kind, name: None
+    await world.reconciler.reconcile(KEY)
+    assert world.condition("Progressing") == ("True", "RollingOut")
+
+
+async def test_an_absent_api_server_is_retried_after_its_own_wish(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    world.kube.refuse = lambda verb, kind, name: TransientError("slow down", status=429, retry_after=7)
+    with pytest.raises(RetryLaterError) as caught:
+        await world.reconciler.reconcile(KEY)
+    assert caught.value.after == 7
+
+
+async def test_events_tell_transitions_once(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    await world.reconciler.reconcile(KEY)
+    world.make_ready()
+    await world.reconciler.reconcile(KEY)
+    await world.reconciler.reconcile(KEY)
+    notes = [obj["note"] for (_, ref), obj in world.kube.objects.items() if ref.kind.kind == "Event"]
+    assert sum(note.startswith("Ready is True") for note in notes) == 1
+    assert sum(note.startswith("Accepted is True") for note in notes) == 1
+
+
+async def test_resync_repairs_what_the_watch_missed(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    await world.reconciler.reconcile(KEY)
+    world.kube.take_writes()
+    # A deletion that no watch told.
+    del world.kube.objects["team", ChildRef(SERVICE, "chat")]
+    await world.reconciler.reconcile(KEY)
+    assert world.kube.take_writes() == []
+    world.now += 700
+    await world.reconciler.reconcile(KEY)
+    assert world.kube.take_writes() == [("apply", "Service chat")]
+    assert world.metrics.corrections._value.get() == 1
+    world.now += 700
+    await world.reconciler.reconcile(KEY)
+    assert world.kube.take_writes() == []
+
+
+async def test_resync_notices_that_the_resource_is_gone(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    await world.reconciler.reconcile(KEY)
+    del world.kube.objects["team", ChildRef(INFERENCE, "chat")]
+    world.now += 700
+    assert await world.reconciler.reconcile(KEY) == Done()
+    assert world.cache.resource(KEY) is None
+
+
+async def test_recreated_resource_does_not_get_its_predecessor_s_status(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    successor = make_resource()
+    successor["metadata"]["uid"] = "another"
+    # The cache is behind: it still shows the predecessor.
+    world.kube.cache = None
+    store_resource(world.kube, successor)
+    await world.reconciler.reconcile(KEY)
+    assert "status" not in world.kube.objects["team", ChildRef(INFERENCE, "chat")]
+
+
+async def test_children_stay_quiet_about_conditions_of_others(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    await world.reconciler.reconcile(KEY)
+    live = world.kube.objects["team", ChildRef(INFERENCE, "chat")]
+    foreign = {**live["status"]["conditions"][0], "type": "TheirCondition"}
+    status = {**live["status"], "conditions": [*live["status"]["conditions"], foreign]}
+    store_resource(world.kube, {**live, "status": status})
+    world.kube.take_writes()
+    await world.reconciler.reconcile(KEY)
+    assert world.kube.take_writes() == []
+    assert names.READY in {condition["type"] for condition in world.status["conditions"]}

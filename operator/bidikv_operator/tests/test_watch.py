@@ -1,0 +1,84 @@
+"""kopf is set up as a watch engine that writes nothing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import kopf
+import pytest
+import yarl
+from kopf._core.intents import registries  # the registry has no public view of its handlers
+
+from bidikv_operator import names
+from bidikv_operator.cache import Key, ObjectCache
+from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD
+from bidikv_operator.tests.samples import make_resource
+from bidikv_operator.watch import WATCHED_KINDS, WatchAges, build_registry, build_settings, kopf_selector
+
+
+@pytest.fixture
+def registry() -> kopf.OperatorRegistry:
+    return build_registry(ObjectCache(), lambda key: None, WatchAges())
+
+
+def test_no_handler_makes_kopf_write(registry: registries.OperatorRegistry) -> None:
+    """Change handlers, timers, daemons and webhooks are what makes kopf store annotations and finalizers."""
+    assert not registry._changing.get_all_handlers()
+    assert not registry._spawning.get_all_handlers()
+    assert not registry._webhooks.get_all_handlers()
+    watched = {handler.selector.plural for handler in registry._watching.get_all_handlers() if handler.selector}
+    indexed = {handler.selector.plural for handler in registry._indexing.get_all_handlers() if handler.selector}
+    assert watched == indexed == {kind.plural for kind in WATCHED_KINDS}
+
+
+def test_the_default_registry_stays_empty(registry: registries.OperatorRegistry) -> None:
+    assert not kopf.get_default_registry()._watching.get_all_handlers()
+
+
+def test_settings() -> None:
+    settings = build_settings()
+    assert settings.posting.enabled is False
+    assert settings.peering.standalone is True
+    assert settings.scanning.disabled is True
+    selectors = settings.watching.label_selectors
+    for kind in (*CHILD_KINDS, POD):
+        assert selectors[kopf_selector(kind)] == names.LABEL_OWNER
+    assert len(selectors) == len(CHILD_KINDS) + 1, "the resource itself is watched without a selector"
+
+
+async def test_events_fill_the_cache_and_name_the_owner() -> None:
+    cache, named = ObjectCache(), list[Key]()
+    registry: registries.OperatorRegistry = build_registry(cache, named.append, WatchAges())
+    handlers: dict[str | None, Any] = {
+        handler.selector.plural: handler.fn for handler in registry._watching.get_all_handlers() if handler.selector
+    }
+    resource = make_resource()
+    await handlers[INFERENCE.plural](event={"type": "ADDED", "object": resource})
+    assert cache.resource(Key("team", "chat")) == resource
+    await handlers[INFERENCE.plural](event={"type": "DELETED", "object": resource})
+    assert cache.resource(Key("team", "chat")) is None
+    stray = {"metadata": {"name": "x", "namespace": "team"}}
+    await handlers[POD.plural](event={"type": None, "object": stray})
+    assert named == [Key("team", "chat")] * 2
+
+
+async def test_age_of_the_oldest_watch() -> None:
+    now = [100.0]
+    ages = WatchAges(clock=lambda: now[0])
+    (record,) = ages.build_trace().on_request_end
+
+    async def request(url: str, status: int = 200) -> None:
+        params = SimpleNamespace(url=yarl.URL(url), response=SimpleNamespace(status=status))
+        await record(None, SimpleNamespace(), params)  # type: ignore[arg-type]
+
+    assert ages.oldest_seconds() == 0
+    await request("https://api/api/v1/pods?watch=true")
+    now[0] += 10
+    await request("https://api/apis/apps/v1/deployments?watch=true")
+    await request("https://api/apis/apps/v1/deployments?limit=5")
+    assert ages.oldest_seconds() == 10
+    await request("https://api/api/v1/pods?watch=true", status=500)
+    assert ages.oldest_seconds() == 10
+    await request("https://api/api/v1/pods?watch=true")
+    assert ages.oldest_seconds() == 0
