@@ -55,7 +55,7 @@ async def server() -> AsyncIterator[tuple[Server, Kube]]:
     script = Server()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", script.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
