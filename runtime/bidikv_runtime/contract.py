@@ -24,7 +24,8 @@ ROUTER_PORT: Final = 8000
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 """vLLM's request field. The router removes whatever a client puts there."""
 SOURCES_PARAM: Final = "bidikv_sources"
-"""Key inside ``kv_transfer_params``: list of ``"host:port"`` lookup addresses that may hold this prompt's KV."""
+"""Key inside ``kv_transfer_params``: list of ``"address:port"`` (IP addresses, IPv6 in brackets) of lookup ports whose
+engines may hold this prompt's KV."""
 
 # --- sessions ------------------------------------------------------------------------------------------------------------
 SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")

@@ -74,10 +74,12 @@ class LookupClient:
     def poll(self, seconds: float = 0.0) -> None:
         """Collect replies that are there, waiting up to ``seconds`` for the first; turn late questions silent."""
         if self._open:
+            next_deadline = min(question.deadline for question in self._open.values())
+            seconds = max(0.0, min(seconds, next_deadline - time.monotonic()))
             poller = zmq.Poller()
             for socket in {self._sockets[q.source] for q in self._open.values() if q.source in self._sockets}:
                 poller.register(socket, zmq.POLLIN)
-            for socket, _ in poller.poll(math.ceil(max(0.0, seconds) * 1000)):
+            for socket, _ in poller.poll(math.ceil(seconds * 1000)):
                 self._receive(socket)
         now = time.monotonic()
         for sequence, question in list(self._open.items()):
@@ -110,7 +112,11 @@ class LookupClient:
             socket.setsockopt(zmq.MAXMSGSIZE, wire.MAXIMUM_BYTES)
             socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
             socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
-            socket.connect(f"tcp://{source}")
+            try:
+                socket.connect(f"tcp://{source}")
+            except zmq.ZMQError:
+                socket.close(0)
+                raise
             self._sockets[source] = socket
         self._sockets.move_to_end(source)
         return socket

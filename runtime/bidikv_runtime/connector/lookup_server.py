@@ -17,8 +17,8 @@ from bidikv_runtime.connector import wire
 from bidikv_runtime.connector.compatibility import Compatibility
 from bidikv_runtime.connector.index import PublicationIndex
 
-POLL_MS: Final = 500
-"""How often an idle server looks whether it shall stop."""
+STOP_SECONDS: Final = 5.0
+"""How long ``stop`` waits for the thread, which is at most in the middle of one answer."""
 QUEUE_LENGTH: Final = 1000
 """Messages queued per reader, in each direction; zmq drops what is over, and the reader's deadline covers it."""
 
@@ -58,7 +58,6 @@ class LookupServer:
             LookupPortError: one sentence that names the address and the remedy.
         """
         self._index, self._compatibility, self._peer, self._logger = index, compatibility, peer, logger
-        self._stopping = threading.Event()
         self._malformed_logged = False
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -80,22 +79,28 @@ class LookupServer:
                 f"the lookup port {host}:{port} cannot be opened ({error}): set bidikv_lookup_port in "
                 "kv_connector_extra_config to a free port and BIDIKV_LOOKUP_HOST to an address of this host"
             ) from None
+        self._stop, self._stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        self._stopped.bind("inproc://stop")
+        self._stop.connect("inproc://stop")
         self._thread = threading.Thread(target=self._serve, daemon=True, name="bidikv-lookup")
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and close the port; waits for at most a few polls."""
-        self._stopping.set()
-        self._thread.join(timeout=5 * POLL_MS / 1000)
+        """End the thread and close the port. May be called again."""
+        if self._thread.is_alive():
+            with contextlib.suppress(zmq.ZMQError):  # the thread has ended, and closed its sockets, just now
+                self._stop.send(b"", zmq.NOBLOCK)
+            self._thread.join(STOP_SECONDS)
 
     def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stopped, zmq.POLLIN)
         try:
-            while not self._stopping.is_set():
-                if self._socket.poll(POLL_MS):
-                    self._serve_one()
+            while self._stopped not in dict(poller.poll()):
+                self._serve_one()
         except zmq.ZMQError:
-            if not self._stopping.is_set():
-                self._logger.exception("the lookup port failed: peers recompute instead of reading from this engine")
+            self._logger.exception("the lookup port failed: peers recompute instead of reading from this engine")
         finally:
             self._context.destroy(linger=0)
 

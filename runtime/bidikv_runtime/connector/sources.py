@@ -6,6 +6,7 @@ warning, and never the request or the engine.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +20,7 @@ class Source(NamedTuple):
     """Address of a lookup port."""
 
     host: str
+    """An IP address. A name would make zmq's one I/O thread wait for DNS, and every other source with it."""
     port: int
 
     def __str__(self) -> str:
@@ -39,7 +41,7 @@ def parse_sources(params: Mapping[str, Any] | None) -> tuple[Source, ...]:
         return ()
     value = params[contract.SOURCES_PARAM]
     if not isinstance(value, list | tuple):
-        raise SourcesError(f"{contract.SOURCES_PARAM} is a {type(value).__name__}: it must be a list of 'host:port'")
+        raise SourcesError(f"{contract.SOURCES_PARAM} is a {type(value).__name__}: it must be a list of 'address:port'")
     return tuple(dict.fromkeys(_parse(item) for item in value[:MAXIMUM_SOURCES]))
 
 
@@ -49,13 +51,19 @@ def _parse(item: object) -> Source:
         host = host[1:-1]
     elif ":" in host:
         colon = ""  # an IPv6 address needs brackets, or its last group would be taken for the port
-    # zmq takes anything up to the port as a host name: no spaces, slashes, wildcards or interface syntax
-    if not colon or not host or not set(host) <= _HOST_CHARACTERS or not _is_port(port):
-        raise SourcesError(f"{contract.SOURCES_PARAM} holds {item!r}: write it as 'host:port'")
+    if not colon or not _is_address(host) or not _is_port(port):
+        raise SourcesError(
+            f"{contract.SOURCES_PARAM} holds {item!r}: write it as 'address:port', the address in digits"
+        )
     return Source(host, int(port))
 
 
-_HOST_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_:%")
+def _is_address(text: str) -> bool:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return not address.is_multicast and not address.is_unspecified
 
 
 def _is_port(text: str) -> bool:

@@ -1,0 +1,179 @@
+"""The publication index never confirms a block that was re-allocated since the lookup."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from bidikv_runtime.connector.index import PublicationIndex
+
+A, B, C, D = b"hash-a", b"hash-b", b"hash-c", b"hash-d"
+
+
+def published(hashes: list[bytes], blocks: list[int]) -> PublicationIndex:
+    index = PublicationIndex()
+    index.publish(hashes, blocks)
+    return index
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ([A, B, C], [1, 2, 3]),
+        ([A, B], [1, 2]),
+        ([A, D, C], [1]),
+        ([D, A], []),
+        ([A, B, C, D], [1, 2, 3]),
+        ([B, C], [2, 3]),
+        ([], []),
+    ],
+)
+def test_lookup_gives_the_longest_published_prefix(asked: list[bytes], found: list[int]) -> None:
+    blocks, numbers = published([A, B, C], [1, 2, 3]).lookup(asked)
+    assert blocks == found
+    assert len(numbers) == len(found)
+
+
+def test_publishing_again_keeps_the_number_and_reports_nothing_new() -> None:
+    index = PublicationIndex()
+    assert index.publish([A, B], [1, 2]) == [1, 2]
+    blocks, numbers = index.lookup([A, B])
+    assert index.publish([A, B, C], [1, 2, 3]) == [3]
+    assert index.validate(blocks, numbers) == 2
+
+
+def test_a_republished_block_has_another_number_even_with_equal_content() -> None:
+    index = published([A], [1])
+    blocks, numbers = index.lookup([A])
+    assert index.unpublish([1]) == 1
+    index.publish([A], [1])
+    assert index.lookup([A])[0] == [1]
+    assert index.validate(blocks, numbers) == 0
+
+
+def test_validation_ends_at_the_first_block_that_changed() -> None:
+    index = published([A, B, C], [1, 2, 3])
+    blocks, numbers = index.lookup([A, B, C])
+    index.unpublish([2])
+    assert index.validate(blocks, numbers) == 1
+
+
+def test_unpublishing_the_older_of_two_equal_blocks_keeps_the_newer() -> None:
+    index = published([A], [1])
+    index.publish([A], [2])
+    index.unpublish([1])
+    assert index.lookup([A])[0] == [2]
+    index.unpublish([2])
+    assert index.lookup([A])[0] == []
+    assert len(index) == 0
+
+
+def test_a_block_published_under_another_hash_leaves_the_first() -> None:
+    index = published([A], [1])
+    blocks, numbers = index.lookup([A])
+    assert index.publish([B], [1]) == [1]
+    assert index.lookup([A])[0] == []
+    assert index.lookup([B])[0] == [1]
+    assert index.validate(blocks, numbers) == 0
+
+
+def test_clearing_invalidates_reads_in_flight() -> None:
+    index = published([A], [1])
+    blocks, numbers = index.lookup([A])
+    index.clear()
+    index.publish([A], [1])
+    assert index.validate(blocks, numbers) == 0
+
+
+def test_unknown_blocks_neither_validate_nor_unpublish() -> None:
+    index = PublicationIndex()
+    assert index.validate([7], [1]) == 0
+    assert index.unpublish([7]) == 0
+
+
+def test_epochs_differ_between_processes() -> None:
+    assert len({PublicationIndex().epoch for _ in range(100)}) == 100
+
+
+def test_lists_of_unequal_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        PublicationIndex().publish([A, B], [1])
+
+
+POOL = 6
+HASHES = [f"prefix-{length}-{branch}".encode() for branch in range(2) for length in range(4)]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    hashes: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    numbers: tuple[int, ...]
+    allocations: tuple[int, ...]
+    """How often each block had been allocated at the lookup."""
+
+
+class Pool(RuleBasedStateMachine):
+    """A block pool that really re-uses blocks, beside the index: what the index says must hold for the pool."""
+
+    tickets: Bundle[Ticket] = Bundle("tickets")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PublicationIndex()
+        self.allocations = [0] * POOL
+        self.content: list[bytes | None] = [None] * POOL
+
+    @rule(branch=st.sampled_from([0, 1]), blocks=st.lists(st.integers(0, POOL - 1), max_size=4, unique=True))
+    def compute_and_publish(self, branch: int, blocks: list[int]) -> None:
+        """A request takes blocks, fills them with a prefix and finishes."""
+        self.reallocate(blocks)
+        hashes = HASHES[4 * branch : 4 * branch + len(blocks)]
+        for block, content in zip(blocks, hashes, strict=True):
+            self.content[block] = content
+        self.index.publish(hashes, blocks)
+
+    @rule(blocks=st.lists(st.integers(0, POOL - 1), max_size=3, unique=True))
+    def reallocate(self, blocks: list[int]) -> None:
+        """A request takes blocks, and may write to them from then on."""
+        self.index.unpublish(blocks)
+        for block in blocks:
+            self.allocations[block] += 1
+            self.content[block] = None
+
+    @rule(blocks=st.lists(st.integers(0, POOL - 1), max_size=3, unique=True))
+    def publish_again(self, blocks: list[int]) -> None:
+        """A request that hit the cache finishes: the same blocks under the same hashes."""
+        full = [(content, block) for block in blocks if (content := self.content[block]) is not None]
+        self.index.publish([content for content, _ in full], [block for _, block in full])
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+
+    @rule(target=tickets, branch=st.sampled_from([0, 1]), length=st.integers(0, 4))
+    def lookup(self, branch: int, length: int) -> Ticket:
+        hashes = HASHES[4 * branch : 4 * branch + length]
+        blocks, numbers = self.index.lookup(hashes)
+        assert [self.content[block] for block in blocks] == hashes[: len(blocks)]
+        return Ticket(tuple(hashes), tuple(blocks), tuple(numbers), tuple(self.allocations[block] for block in blocks))
+
+    @rule(target=tickets, ticket=consumes(tickets))
+    def validate(self, ticket: Ticket) -> Ticket | MultipleResults[Ticket]:
+        valid = self.index.validate(ticket.blocks, ticket.numbers)
+        for block, allocations, content in list(zip(ticket.blocks, ticket.allocations, ticket.hashes, strict=False))[
+            :valid
+        ]:
+            assert self.allocations[block] == allocations, "a block was re-allocated between lookup and validation"
+            assert self.content[block] == content
+        return ticket if valid else multiple()
+
+    @invariant()
+    def size_is_bounded_by_the_pool(self) -> None:
+        assert len(self.index) <= POOL
+
+
+TestPool = Pool.TestCase

@@ -1,0 +1,206 @@
+"""Lookup port and client over loopback: answers, silence, restarts, refusals, and the choice among several sources."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import zmq
+
+from bidikv_runtime.connector import wire
+from bidikv_runtime.connector.choice import choose_answer, is_decided
+from bidikv_runtime.connector.compatibility import Compatibility
+from bidikv_runtime.connector.index import PublicationIndex
+from bidikv_runtime.connector.lookup_client import MAXIMUM_CONNECTIONS, LookupClient, Question
+from bidikv_runtime.connector.lookup_server import LookupPortError, LookupServer
+from bidikv_runtime.connector.sources import Source
+
+LOOPBACK = "127.0.0.1"
+COMPATIBILITY = Compatibility(**dict.fromkeys(Compatibility.__dataclass_fields__, "x"))
+LOG = logging.getLogger("test")
+HASHES = [bytes([n]) * 32 for n in range(4)]
+PATIENCE = 5.0
+"""For answers that come at once: long enough for a busy machine, and never waited for in full."""
+
+
+@contextmanager
+def serving(index: PublicationIndex, engine: str = "engine", port: int = 0) -> Iterator[Source]:
+    server = LookupServer(index, COMPATIBILITY, wire.Peer(engine, LOOPBACK, 5600, 1), LOOPBACK, port, LOG)
+    try:
+        yield Source(LOOPBACK, server.port)
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def client() -> Iterator[LookupClient]:
+    client = LookupClient(silent_period=60)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Source]:
+    """Accepts connections and says nothing."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        yield Source(LOOPBACK, server.getsockname()[1])
+
+
+def ask_lookup(client: LookupClient, source: Source, seconds: float = PATIENCE) -> Question:
+    digest = COMPATIBILITY.digest()
+    return client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, digest, HASHES), seconds)
+
+
+def ask_validate(
+    client: LookupClient, source: Source, epoch: int, blocks: list[int], publications: list[int]
+) -> Question:
+    return client.ask(source, lambda n: wire.Validate(wire.VERSION, n, epoch, blocks, publications), PATIENCE)
+
+
+def answered(client: LookupClient, question: Question) -> wire.Reply:
+    client.wait([question], PATIENCE)
+    assert question.reply is not None
+    return question.reply
+
+
+def holding(count: int) -> PublicationIndex:
+    index = PublicationIndex()
+    index.publish(HASHES[:count], list(range(1, count + 1)))
+    return index
+
+
+def test_lookup_then_validate(client: LookupClient) -> None:
+    index = holding(3)
+    with serving(index) as source:
+        found = answered(client, ask_lookup(client, source))
+        assert isinstance(found, wire.Found)
+        assert (found.blocks, found.epoch, found.peer.engine_id) == ([1, 2, 3], index.epoch, "engine")
+        assert answered(client, ask_validate(client, source, found.epoch, found.blocks, found.publications)) == (
+            wire.Validated(2, index.epoch, 3)
+        )
+        index.unpublish([2])
+        assert answered(client, ask_validate(client, source, found.epoch, found.blocks, found.publications)) == (
+            wire.Validated(3, index.epoch, 1)
+        )
+
+
+def test_a_restarted_source_validates_nothing_of_its_former_life(client: LookupClient) -> None:
+    with serving(holding(3)) as source:
+        found = answered(client, ask_lookup(client, source))
+        assert isinstance(found, wire.Found)
+    index = holding(3)  # the same blocks under the same numbers
+    with serving(index, port=source.port):
+        validated = answered(client, ask_validate(client, source, found.epoch, found.blocks, found.publications))
+    assert isinstance(validated, wire.Validated)
+    assert (validated.valid, validated.epoch) == (0, index.epoch)
+
+
+def test_an_incompatible_reader_is_refused_with_what_differs(client: LookupClient) -> None:
+    reader = replace(COMPATIBILITY, dtype="float16")
+    with serving(holding(3)) as source:
+        question = client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, reader.digest(), HASHES), PATIENCE)
+        refused = answered(client, question)
+    assert isinstance(refused, wire.Refused)
+    assert reader.explain(refused.compatibility) == "dtype is 'float16' here and 'x' there"
+
+
+def test_another_version_of_the_protocol_is_refused(client: LookupClient) -> None:
+    with serving(holding(3)) as source:
+        question = client.ask(source, lambda n: wire.Lookup(99, n, COMPATIBILITY.digest(), HASHES), PATIENCE)
+        assert answered(client, question) == wire.Refused(1, wire.VERSION, {})
+
+
+@pytest.mark.parametrize("frames", [[b"garbage"], [b""], [b"a", b"b", b"c"], [b"\xc1" * 1000]])
+def test_garbage_is_dropped_and_the_port_goes_on(client: LookupClient, frames: list[bytes]) -> None:
+    with serving(holding(2)) as source:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"tcp://{source}")
+            dealer.send_multipart(frames)
+            found = answered(client, ask_lookup(client, source))
+        assert isinstance(found, wire.Found)
+
+
+def test_a_port_in_use_is_one_sentence() -> None:
+    with (
+        serving(holding(0)) as source,
+        pytest.raises(LookupPortError, match=rf"{source.port} cannot be opened .*: set bidikv_lookup_port"),
+        serving(holding(0), port=source.port),
+    ):
+        pass
+
+
+def test_a_silent_source_is_given_up_and_then_left_alone(client: LookupClient, silent: Source) -> None:
+    question = ask_lookup(client, silent, seconds=0.05)
+    assert question.open
+    assert not client.is_silent(silent)
+    client.wait([question], PATIENCE)
+    assert question.silent
+    assert client.is_silent(silent)
+
+
+def test_a_silent_source_is_asked_again_after_a_while() -> None:
+    client = LookupClient(silent_period=0.01)
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            source = Source(LOOPBACK, server.getsockname()[1])
+            question = ask_lookup(client, source, seconds=0.01)
+            client.wait([question], PATIENCE)
+            assert question.silent
+        time.sleep(0.02)
+        assert not client.is_silent(source)
+        with serving(holding(1), port=source.port):
+            assert isinstance(answered(client, ask_lookup(client, source)), wire.Found)
+    finally:
+        client.close()
+
+
+def test_a_source_that_starts_late_answers_within_the_deadline(client: LookupClient) -> None:
+    with socket.create_server((LOOPBACK, 0)) as reserve:
+        port = reserve.getsockname()[1]
+    question = ask_lookup(client, Source(LOOPBACK, port))
+    with serving(holding(1), port=port):
+        assert isinstance(answered(client, question), wire.Found)
+
+
+def test_an_unusable_address_is_silent_at_once(client: LookupClient) -> None:
+    question = ask_lookup(client, Source("-", 1))
+    assert question.silent
+
+
+def test_a_full_queue_is_silent_at_once(client: LookupClient, silent: Source) -> None:
+    questions = [ask_lookup(client, silent, seconds=60) for _ in range(20_000)]
+    assert any(question.silent for question in questions)
+
+
+def test_connections_are_bounded(client: LookupClient) -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        for number in range(1, MAXIMUM_CONNECTIONS + 20):
+            ask_lookup(client, Source(f"127.0.0.{number}", port), seconds=60)
+        assert len(client._sockets) == MAXIMUM_CONNECTIONS
+
+
+def test_the_longest_prefix_wins_and_a_silent_source_does_not_count(client: LookupClient, silent: Source) -> None:
+    with serving(holding(1), "short") as short, serving(holding(3), "long") as long, serving(holding(4), "me") as own:
+        questions = [ask_lookup(client, source) for source in (short, silent, long, own)]
+        client.wait([question for question in questions if question.source != silent], PATIENCE)
+        answer = choose_answer(questions, own_engine="me")
+    assert answer is not None
+    assert (answer.source, answer.peer.engine_id, list(answer.blocks)) == (long, "long", [1, 2, 3])
+    assert not is_decided(questions, answer, asked=4, settle_until=10.0, now=9.0)
+    assert is_decided(questions, answer, asked=4, settle_until=10.0, now=10.0)
+    assert is_decided(questions, answer, asked=3, settle_until=10.0, now=9.0)
+    assert not is_decided(questions, None, asked=4, settle_until=10.0, now=99.0)
+
+
+def test_nothing_published_is_no_answer(client: LookupClient) -> None:
+    with serving(holding(0)) as source:
+        question = ask_lookup(client, source)
+        answered(client, question)
+    assert choose_answer([question], own_engine="me") is None
+    assert is_decided([question], None, asked=4, settle_until=float("inf"), now=0.0)

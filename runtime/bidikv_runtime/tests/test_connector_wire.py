@@ -1,0 +1,89 @@
+"""Messages of the lookup port: they round-trip, and what is malformed or too large is refused."""
+
+from __future__ import annotations
+
+import contextlib
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import given
+
+from bidikv_runtime.connector import wire
+
+PEER = wire.Peer("engine", "10.0.0.1", 5600, 4)
+numbers = st.integers(0, 2**63 - 1)
+
+
+def paired(length: int) -> tuple[list[int], list[int]]:
+    return list(range(length)), list(range(100, 100 + length))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Lookup(wire.VERSION, 1, b"digest", [b"h" * 32]),
+        wire.Validate(wire.VERSION, 2, 2**62 - 1, *paired(3)),
+        wire.Validate(wire.VERSION, 2, 0, *paired(0)),
+    ],
+)
+def test_requests_round_trip(message: wire.Request) -> None:
+    assert wire.decode_request(wire.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Found(1, 2**62 - 1, *paired(2), PEER),
+        wire.Validated(2, 3, 4),
+        wire.Refused(3, wire.VERSION, {"model": "m"}),
+    ],
+)
+def test_replies_round_trip(message: wire.Reply) -> None:
+    assert wire.decode_reply(wire.encode(message)) == message
+
+
+def test_the_largest_lookup_fits() -> None:
+    data = wire.encode(wire.Lookup(wire.VERSION, 1, b"d" * 16, [b"h" * 32] * wire.MAXIMUM_BLOCKS))
+    assert len(data) < wire.MAXIMUM_BYTES
+    assert isinstance(wire.decode_request(data), wire.Lookup)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (wire.encode(wire.Lookup(1, 1, b"d", [b"h" * 32] * (wire.MAXIMUM_BLOCKS + 1))), "length"),
+        (wire.encode(wire.Lookup(1, 1, b"d", [b"short"])), "length"),
+        (wire.encode(wire.Lookup(1, 1, b"d", [b"h" * 65])), "length"),
+        (wire.encode(wire.Validate(1, 1, 1, [-1], [1])), ">= 0"),
+        (wire.encode(wire.Validate(1, 1, 1, [1, 2], [1])), "2 blocks came with 1 publication numbers"),
+        (wire.encode(wire.Validated(1, 1, 1)), "Invalid value 'validated'"),
+        (b"\xc1", "decoded"),
+        (b"", "decoded"),
+        (b"\x00" * (wire.MAXIMUM_BYTES + 1), "over the limit"),
+        (msgspec.msgpack.encode(["lookup", 1]), "at least"),
+        (msgspec.msgpack.encode({"lookup": 1}), "array"),
+    ],
+)
+def test_malformed_requests_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(wire.WireError, match=reason):
+        wire.decode_request(data)
+
+
+def test_malformed_replies_are_refused() -> None:
+    with pytest.raises(wire.WireError, match="1 blocks came with 0 publication numbers"):
+        wire.decode_reply(wire.encode(wire.Found(1, 1, [1], [], PEER)))
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
+    for decode in (wire.decode_request, wire.decode_reply):
+        with contextlib.suppress(wire.WireError):
+            decode(data)
+
+
+@given(st.lists(numbers, max_size=20), st.integers(0, 2**32), st.integers(0, 2**62))
+def test_fields_appended_by_a_later_release_are_skipped(blocks: list[int], sequence: int, epoch: int) -> None:
+    message = wire.Validate(wire.VERSION, sequence, epoch, blocks, blocks)
+    longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(wire.encode(message)), "appended"])
+    assert wire.decode_request(longer) == message
