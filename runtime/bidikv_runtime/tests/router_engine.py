@@ -1,7 +1,7 @@
 """A fault-injecting stand-in for a vLLM engine, over real sockets on loopback.
 
-It records what reached it and how each exchange ended, so that a test can tell "the router closed the leg" from "the leg
-finished". Behaviour is a coroutine per engine, replaced by the test that needs a fault.
+It records what reached it and how each exchange ended, so that a test can tell "the router closed the leg" from "the
+leg finished". Behaviour is a coroutine per engine, replaced by the test that needs a fault.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import aiohttp
@@ -35,6 +35,7 @@ class Rig:
     prefill: list[MockEngine]
     decode: list[MockEngine]
     http: aiohttp.ClientSession
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
     answer = staticmethod(answer)
 
     @property
@@ -75,8 +76,10 @@ class Rig:
             return await response.text()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A bare connection to the router."""
-        return await asyncio.open_connection("127.0.0.1", self.port)
+        """A bare connection to the router, closed at the end of the test at the latest."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self.writers.append(writer)
+        return reader, writer
 
 
 @contextlib.asynccontextmanager
@@ -95,7 +98,12 @@ async def running_rig(
         port = await router.server.listen("127.0.0.1", 0)
         timeout = aiohttp.ClientTimeout(total=3 * WAIT_SECONDS)
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as http:
-            yield Rig(router, port, engines[:prefill], engines[prefill:], http)
+            rig = Rig(router, port, engines[:prefill], engines[prefill:], http)
+            try:
+                yield rig
+            finally:
+                for writer in rig.writers:
+                    writer.transport.abort()
         await router.close()
 
 

@@ -41,9 +41,7 @@ async def test_a_streamed_turn_goes_through_both_legs(rig: Rig) -> None:
 
 
 async def test_the_decode_body_is_the_clients_bytes(rig: Rig) -> None:
-    body = (
-        b'{ "model":"m",\n "temperature": 0.70, "messages":[{"role":"user","content":"\\u00e9 \xc3\xa9"}] ,"x":1e2 }\n'
-    )
+    body = b'{ "model":"m",\n "temperature": 0.70, "messages":[{"role":"user","content":"\\u00e9 \xc3\xa9"}] ,"x":1 }\n'
     async with rig.http.post(CHAT, data=body, headers={"content-type": "application/json"}) as response:
         assert response.status == 200
         assert (await response.json())["object"] == "answer"
@@ -124,8 +122,8 @@ async def test_other_requests_reach_one_decode_engine(rig: Rig) -> None:
     body = b'{"model": "m",  "input": "text"}'
     async with rig.http.post("/v1/embeddings?x=1", data=body) as response:
         assert response.status == 200
-    passed = rig.exchanges("decode")[1]
-    assert (passed.target, passed.body) == ("/v1/embeddings?x=1", body)
+    passed = [exchange for exchange in rig.exchanges("decode") if exchange.method == "POST"]
+    assert [(exchange.target, exchange.body) for exchange in passed] == [("/v1/embeddings?x=1", body)]
     assert rig.exchanges("prefill") == []
 
 

@@ -1,0 +1,123 @@
+"""The router as a process: start, drain on SIGTERM, exit status, imports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import aiohttp
+
+from bidikv_runtime.tests.router_engine import WAIT_SECONDS, Exchange, MockEngine, running_engines
+
+CHAT = "/v1/chat/completions"
+TURN = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+START_SECONDS = 30.0
+
+
+class RouterProcess:
+    """A started router and where it listens."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def exit_status(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), WAIT_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def running_router(prefill: MockEngine, decode: MockEngine, *flags: str) -> AsyncIterator[RouterProcess]:
+    """A router process with static engines."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bidikv_runtime.router", "--host", "127.0.0.1", "--port", "0"),
+        *("--static-prefill", prefill.endpoint.address, "--static-decode", decode.endpoint.address),
+        *flags,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    drained: asyncio.Task[bytes] | None = None
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while not (match := re.search(rb"Listening on .*:(\d+)", line := await process.stderr.readline())):
+                assert line, "the router ended before it listened"
+        drained = asyncio.create_task(process.stderr.read())
+        yield RouterProcess(process, int(match[1]))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        if drained is not None:
+            await drained
+
+
+async def test_a_drain_finishes_running_streams_and_exits_with_zero() -> None:
+    resume = asyncio.Event()
+
+    async def stream_until_told(exchange: Exchange) -> None:
+        await exchange.send_stream_head()
+        await exchange.send_chunk(b"data: 1\n\n")
+        await resume.wait()
+        await exchange.send_chunk(b"data: 2\n\n")
+        await exchange.send(b"0\r\n\r\n")
+
+    async with (
+        running_engines(2) as (prefill, decode),
+        running_router(prefill, decode, "--drain-delay-seconds", "0.5") as router,
+        aiohttp.ClientSession(router.url) as http,
+    ):
+        async with http.get("/ready") as response:
+            assert response.status == 200
+        decode.behave = stream_until_told
+        async with http.post(CHAT, json=TURN) as streaming:
+            assert await streaming.content.readuntil(b"1\n\n")
+            router.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(WAIT_SECONDS):
+                status = 200
+                while status == 200:  # still accepting, but unready
+                    async with http.get("/ready") as response:
+                        status = response.status
+            assert status == 503
+            assert response.headers["connection"] == "close"
+            async with asyncio.timeout(WAIT_SECONDS):
+                with contextlib.suppress(aiohttp.ClientConnectorError):
+                    while True:  # until the listener is closed
+                        async with aiohttp.ClientSession() as fresh, fresh.get(router.url + "/health"):
+                            await asyncio.sleep(0.02)
+            assert router.process.returncode is None
+            resume.set()
+            assert await streaming.read() == b"data: 2\n\n"
+        assert await router.exit_status() == 0
+
+
+async def test_a_drain_cuts_off_what_outlasts_the_grace() -> None:
+    async def stream_forever(exchange: Exchange) -> None:
+        await exchange.send_stream_head()
+        await exchange.send_chunk(b"data: 1\n\n")
+        await exchange.wait_closed_by_router()
+
+    async with (
+        running_engines(2) as (prefill, decode),
+        running_router(prefill, decode, "--drain-delay-seconds", "0", "--drain-grace-seconds", "0.2") as router,
+        aiohttp.ClientSession(router.url) as http,
+    ):
+        decode.behave = stream_forever
+        async with http.post(CHAT, json=TURN) as streaming:
+            assert await streaming.content.readuntil(b"1\n\n")
+            router.process.send_signal(signal.SIGTERM)
+            assert await router.exit_status() == 1
+        await decode.exchanges[0].wait_closed_by_router()
+
+
+def test_the_router_imports_neither_an_engine_nor_the_operators_libraries() -> None:
+    code = (
+        "import sys, bidikv_runtime.router.__main__; "
+        "print([m for m in ('vllm', 'torch', 'pydantic', 'kubernetes', 'kopf', 'zmq', 'bidikv_operator') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
