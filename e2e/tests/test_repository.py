@@ -62,3 +62,22 @@ def test_no_path_of_a_machine_and_no_registry_in_the_tree() -> None:
         if file.suffix not in {".sum", ".png"} and file.is_file() and words.search(file.read_text(errors="replace")):
             guilty.append(name)
     assert not guilty
+
+
+def test_git_ignores_no_source() -> None:
+    """A folder called ``build`` is a package here; what git ignores is also missing from the wheel."""
+    argv = [
+        "git",
+        "ls-files",
+        "--others",
+        "--ignored",
+        "--exclude-standard",
+        "--",
+        "operator",
+        "runtime",
+        "e2e",
+        "charts",
+    ]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    sources = [name for name in done.stdout.splitlines() if name.endswith((".py", ".yaml", ".tpl", ".go", ".json"))]
+    assert not sources
