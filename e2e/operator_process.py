@@ -1,0 +1,114 @@
+"""Run the operator as a subprocess on this machine, for one namespace: what tests need that the installed one cannot give.
+
+Several may run side by side (leader election), be killed, and be started again. Each listens on loopback only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from e2e.install import ROOT
+from e2e.kubectl import Kubectl, eventually
+
+PORT = re.compile(r"Serving /healthz, /readyz and /metrics on port (\d+)")
+START_SECONDS = 30
+STOP_SECONDS = 30
+
+
+@dataclass
+class OperatorProcess:
+    """One operator; ``identity`` is its name in the Lease."""
+
+    kubectl: Kubectl
+    identity: str
+    runtime_image: str
+    folder: Path
+    settings: dict[str, str] = field(default_factory=dict)
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> OperatorProcess:
+        """Start, and wait until it serves its pages."""
+        assert self.kubectl.namespace is not None, "bind the operator to a namespace"
+        paths = [str(ROOT / "operator"), str(ROOT / "runtime")]
+        environment = {
+            "PATH": os.environ.get("PATH", ""),
+            "HOME": str(self.folder),
+            "NO_PROXY": "*",  # neither the cluster nor loopback is behind a proxy
+            "PYTHONPATH": os.pathsep.join(paths),
+            "KUBECONFIG": self.kubectl.kubeconfig,
+            "BIDIKV_RUNTIME_IMAGE": self.runtime_image,
+            "BIDIKV_NAMESPACES": self.kubectl.namespace,
+            "BIDIKV_LEASE_NAMESPACE": self.kubectl.namespace,
+            "BIDIKV_LEASE_NAME": "operator",
+            "BIDIKV_IDENTITY": self.identity,
+            "BIDIKV_HTTP_HOST": "127.0.0.1",
+            "BIDIKV_HTTP_PORT": "0",
+            **self.settings,
+        }
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bidikv_operator"], env=environment, stdout=log, stderr=log, cwd=self.folder
+            )
+        eventually(
+            lambda: self._port() or self._check_alive(), f"operator {self.identity} to serve", START_SECONDS, 0.1
+        )
+        return self
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / f"{self.identity}.log"
+
+    def log(self) -> str:
+        return self.log_file.read_text() if self.log_file.exists() else ""
+
+    def leads(self) -> bool:
+        return self.page("readyz") == (200, "ok, leading\n")
+
+    def page(self, name: str) -> tuple[int, str]:
+        """Status and text of one of its pages."""
+        url = f"http://127.0.0.1:{self._port()}/{name}"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(url, timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        lines = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.page("metrics")[1], re.MULTILINE)
+        return sum(float(value) for value in lines)
+
+    def terminate(self) -> int:
+        """SIGTERM, as the kubelet sends it; returns the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(STOP_SECONDS)
+
+    def kill(self) -> None:
+        """SIGKILL: no chance to release anything."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(STOP_SECONDS)
+
+    def wait(self, seconds: float) -> int:
+        """The exit code of an operator that ends by itself."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def _port(self) -> int | None:
+        found = PORT.findall(self.log())
+        return int(found[-1]) if found else None
+
+    def _check_alive(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError(f"operator {self.identity} ended at its start:\n{self.log()}")

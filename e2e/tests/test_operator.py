@@ -1,0 +1,446 @@
+"""The operator on a real cluster: creates, repairs, tells, rests, hands over, and leaves nothing behind.
+
+The operator runs as a subprocess that serves the test's own namespace. Pods need not run here: engines and router ask
+for a node that does not exist, so that nothing is pulled and the status is quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.cluster.paths import find_external_kubeconfig, find_paths
+from e2e.install import image_references
+from e2e.kubectl import Kubectl, Manifest, eventually
+from e2e.operator_process import OperatorProcess
+
+pytestmark = pytest.mark.cluster
+
+WAIT = 60.0
+CHILDREN = "serviceaccounts,roles,rolebindings,configmaps,services,deployments,poddisruptionbudgets"
+NOWHERE: Manifest = {"spec": {"nodeSelector": {"example.com/nowhere": "true"}}}
+EXPECTED = {
+    "ConfigMap/chat-router-config",
+    "Deployment/chat-decode",
+    "Deployment/chat-prefill",
+    "Deployment/chat-router",
+    "PodDisruptionBudget/chat-prefill",
+    "PodDisruptionBudget/chat-router",
+    "Role/chat-router",
+    "RoleBinding/chat-router",
+    "Service/chat",
+    "Service/chat-decode",
+    "Service/chat-prefill",
+    "ServiceAccount/chat-engine",
+    "ServiceAccount/chat-router",
+}
+
+
+def make_resource(**changes: Any) -> Manifest:
+    spec: Manifest = {
+        "model": {"source": {"path": "/models/none"}},
+        "image": "engine.example/none:v1",
+        "fabric": {"type": "TCP"},
+        "prefill": {"replicas": 2, "gpusPerPod": 0, "podTemplate": NOWHERE},
+        "decode": {"gpusPerPod": 0, "podTemplate": NOWHERE},
+        "router": {"replicas": 2, "podTemplate": NOWHERE},
+    }
+    return {
+        "apiVersion": "serving.bidikv.io/v1alpha1",
+        "kind": "BidiKVInference",
+        "metadata": {"name": "chat"},
+        "spec": {**spec, **changes},
+    }
+
+
+@dataclass
+class World:
+    """A namespace with the CRD, and operators started for it."""
+
+    kubectl: Kubectl
+    folder: Path
+    started: list[OperatorProcess]
+
+    def operator(self, identity: str = "one", **settings: str) -> OperatorProcess:
+        image = image_references()["runtime"]
+        process = OperatorProcess(self.kubectl, identity, image, self.folder, settings)
+        self.started.append(process)
+        return process.start()
+
+    def children(self) -> dict[str, Manifest]:
+        found = self.kubectl.find(CHILDREN, "serving.bidikv.io/owner=chat")
+        return {f"{item['kind']}/{item['metadata']['name']}": item for item in found}
+
+    def child(self, name: str) -> Manifest:
+        kind, _, rest = name.partition("/")
+        found = self.kubectl.get(kind, rest)
+        assert found is not None, name
+        return found
+
+    def condition(self, name: str) -> dict[str, str]:
+        return self.kubectl.condition("bidikvinference", "chat", name)
+
+    def wait_for_condition(self, name: str, status: str, reason: str) -> dict[str, str]:
+        seen: dict[str, str] = {}
+
+        def look() -> dict[str, str] | None:
+            seen.update(self.condition(name))
+            return seen if (seen.get("status"), seen.get("reason")) == (status, reason) else None
+
+        try:
+            return eventually(look, f"{name}={status} {reason}", WAIT)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; last seen: {seen}\n{self.started[-1].log()}") from None
+
+    def wait_until_settled(self) -> None:
+        """All children exist and the status tells the lasting reason: no node."""
+        eventually(lambda: set(self.children()) == EXPECTED, "all children", WAIT)
+        for name in ("PrefillReady", "DecodeReady", "RouterReady"):
+            self.wait_for_condition(name, "False", "Unschedulable")
+
+    def wait_for_reconcile(self, operator: OperatorProcess) -> None:
+        """Touch the resource as a user may, and wait until the operator has looked at it again."""
+        before = operator.metric("bidikv_operator_reconciles_total")
+        mark = f"example.com/touched={before}"
+        self.kubectl.run("annotate", "bidikvinference", "chat", mark, "--overwrite")
+        eventually(
+            lambda: operator.metric("bidikv_operator_reconciles_total") > before, "another reconcile", WAIT, every=0.1
+        )
+
+
+@pytest.fixture
+def world(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[World]:
+    found = World(namespace, tmp_path, [])
+    yield found
+    for process in found.started:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def no_other_operator(cluster: Kubectl) -> Iterator[None]:
+    """An installed operator that serves all namespaces would do this test's work: it pauses meanwhile."""
+    paused = []
+    labels = "app.kubernetes.io/name=bidikv,app.kubernetes.io/component=operator"
+    listed = json.loads(cluster.run("get", "deployments", "--all-namespaces", "-o", "json", "--selector", labels))
+    for item in listed["items"]:
+        bound = cluster.within(item["metadata"]["namespace"])
+        name, replicas = item["metadata"]["name"], item["spec"]["replicas"]
+        bound.run("scale", "deployment", name, "--replicas=0")
+        bound.run("wait", "pod", "--selector", labels, "--for=delete", "--timeout=60s", timeout=90)
+        paused.append((bound, name, replicas))
+    yield
+    for bound, name, replicas in paused:
+        bound.run("scale", "deployment", name, f"--replicas={replicas}")
+
+
+class Audit:
+    """The writes of operators in one namespace since a moment, as the API server saw them; leases aside."""
+
+    def __init__(self, kubectl: Kubectl) -> None:
+        if find_external_kubeconfig(find_paths()) is not None:
+            pytest.skip("the audit log of another cluster cannot be read")
+        self._namespace = kubectl.namespace
+        self._log = find_paths().audit_log
+        self._start = self._log.stat().st_size
+
+    def writes(self) -> list[str]:
+        with self._log.open("rb") as log:
+            log.seek(self._start)
+            entries = [json.loads(line) for line in log.read().splitlines() if line.endswith(b"}")]
+        return [
+            f"{entry['verb']} {entry['objectRef']['resource']} {entry['objectRef'].get('name', '')}"
+            for entry in entries
+            if entry["userAgent"].startswith("bidikv-operator")
+            and entry.get("objectRef", {}).get("namespace") == self._namespace
+            and entry["objectRef"]["resource"] != "leases"
+        ]
+
+
+def test_creates_all_children_and_says_what_is_missing(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    world.operator()
+    world.wait_until_settled()
+    resource = world.kubectl.get("bidikvinference", "chat")
+    assert resource is not None
+    for name, child in world.children().items():
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert owner["uid"] == resource["metadata"]["uid"], name
+        assert owner["controller"]
+        assert owner["blockOwnerDeletion"]
+    assert "finalizers" not in resource["metadata"]
+    assert "annotations" not in resource["metadata"], "the operator writes nothing but the status"
+    status = resource["status"]
+    assert status["observedGeneration"] == resource["metadata"]["generation"]
+    assert [condition["type"] for condition in status["conditions"]] == [
+        "Accepted",
+        "PrefillReady",
+        "DecodeReady",
+        "RouterReady",
+        "Progressing",
+        "Ready",
+    ]
+    assert world.condition("Accepted")["status"] == "True"
+    prefill = world.condition("PrefillReady")
+    assert prefill["message"].startswith("0 of 2 prefill pods are ready: a pod cannot be scheduled: 0/")
+    assert world.condition("Ready")["status"] == "False"
+    assert world.condition("Progressing")["status"] == "True"
+    assert status["endpoint"] == f"http://chat.{world.kubectl.namespace}.svc:8000/v1"
+    assert status["prefill"]["replicas"] == 2
+    pods = world.kubectl.find("pods", status["prefill"]["selector"])
+    assert len(pods) == 2
+    events = eventually(
+        lambda: [e for e in world.kubectl.find("events") if e["reason"] == "Unschedulable"], "an Event", WAIT
+    )
+    assert {event["involvedObject"]["kind"] for event in events} == {"BidiKVInference"}
+
+
+def test_writes_nothing_at_rest(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    operator = world.operator()
+    world.wait_until_settled()
+    world.wait_for_reconcile(operator)
+    audit, metric = Audit(world.kubectl), operator.metric("bidikv_operator_writes_total")
+    for _ in range(3):
+        world.wait_for_reconcile(operator)
+    assert operator.metric("bidikv_operator_writes_total") == metric
+    assert audit.writes() == []
+    # Neither does a process that starts with an empty memory.
+    assert operator.terminate() == 0
+    second = world.operator("two")
+    eventually(lambda: second.metric("bidikv_operator_reconciles_total") > 0, "a first reconcile", WAIT)
+    world.wait_for_reconcile(second)
+    assert second.metric("bidikv_operator_writes_total") == 0
+    assert audit.writes() == []
+
+
+def test_the_audit_sees_a_write(world: World) -> None:
+    """The test above can fail."""
+    world.kubectl.apply(make_resource())
+    world.operator()
+    world.wait_until_settled()
+    audit = Audit(world.kubectl)
+    world.kubectl.run("delete", "service", "chat-decode")
+    eventually(lambda: "patch services chat-decode" in audit.writes(), "the repair in the audit log", WAIT)
+
+
+def test_repairs_what_others_change(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    world.operator()
+    world.wait_until_settled()
+
+    before = world.child("Service/chat")["metadata"]["uid"]
+    world.kubectl.run("delete", "service", "chat")
+    eventually(lambda: world.kubectl.get("service", "chat"), "the Service to come back", WAIT)
+    assert world.child("Service/chat")["metadata"]["uid"] != before
+
+    world.kubectl.run("set", "image", "deployment/chat-decode", "engine=other.example/x:v9")
+    world.kubectl.run("scale", "deployment/chat-prefill", "--replicas=5")
+    world.kubectl.run("label", "configmap", "chat-router-config", "serving.bidikv.io/owner-")
+    world.kubectl.run("patch", "role", "chat-router", "--type=json", "-p", '[{"op":"remove","path":"/rules"}]')
+
+    def repaired() -> bool:
+        containers = world.child("Deployment/chat-decode")["spec"]["template"]["spec"]["containers"]
+        labels = world.child("ConfigMap/chat-router-config")["metadata"]["labels"]
+        return (
+            containers[0]["image"] == "engine.example/none:v1"
+            and world.child("Deployment/chat-prefill")["spec"]["replicas"] == 2
+            and labels.get("serving.bidikv.io/owner") == "chat"
+            and bool(world.child("Role/chat-router").get("rules"))
+        )
+
+    eventually(repaired, "all repairs", WAIT)
+    # What others add beside the operator's fields stays.
+    world.kubectl.run("annotate", "service", "chat", "example.com/theirs=1")
+    world.kubectl.run("delete", "poddisruptionbudget", "chat-router")
+    eventually(lambda: world.kubectl.get("poddisruptionbudget", "chat-router"), "the budget", WAIT)
+    assert world.child("Service/chat")["metadata"]["annotations"]["example.com/theirs"] == "1"
+
+
+def test_changes_of_the_resource_are_carried_out(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    world.operator()
+    world.wait_until_settled()
+    first = world.child("Deployment/chat-router")["spec"]["template"]["metadata"]["annotations"]
+    changed = make_resource(
+        kvReuse={"mode": "OneWay"}, prefill={"replicas": 1, "gpusPerPod": 0, "podTemplate": NOWHERE}
+    )
+    world.kubectl.apply(changed)
+    # One pod of a role needs no budget any more.
+    eventually(
+        lambda: set(world.children()) == EXPECTED - {"PodDisruptionBudget/chat-prefill"}, "the orphan to go", WAIT
+    )
+    config = json.loads(world.child("ConfigMap/chat-router-config")["data"]["router.json"])
+    assert config["reuse"] == "OneWay"
+    second = world.child("Deployment/chat-router")["spec"]["template"]["metadata"]["annotations"]
+    assert first != second, "the router rolls"
+    world.kubectl.run("scale", "bidikvinference", "chat", "--replicas=3")
+    eventually(lambda: world.child("Deployment/chat-decode")["spec"]["replicas"] == 3, "the scale of decode", WAIT)
+    eventually(
+        lambda: (world.kubectl.get("bidikvinference", "chat") or {})["status"]["decode"]["replicas"] == 3,
+        "counts",
+        WAIT,
+    )
+
+
+def test_an_invalid_change_is_told_and_changes_nothing(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    operator = world.operator()
+    world.wait_until_settled()
+    before = {name: child["metadata"]["resourceVersion"] for name, child in world.children().items()}
+    bad = {"spec": {"containers": [{"name": "engine", "args": ["--port", "1"]}]}}
+    world.kubectl.apply(make_resource(decode={"gpusPerPod": 0, "podTemplate": bad}))
+    accepted = world.wait_for_condition("Accepted", "False", "Invalid")
+    assert accepted["message"] == (
+        "spec.decode.podTemplate.spec.containers[engine].args: the operator writes the arguments; use extraArgs instead"
+    )
+    assert world.condition("Ready")["reason"] == "Invalid"
+    world.wait_for_reconcile(operator)
+    assert {name: child["metadata"]["resourceVersion"] for name, child in world.children().items()} == before
+    world.kubectl.apply(make_resource())
+    world.wait_for_condition("Accepted", "True", "Valid")
+
+
+def test_what_the_api_server_refuses_is_told(world: World) -> None:
+    broken = {"spec": {"containers": [{"name": "engine", "volumeMounts": [{"name": "none", "mountPath": "/none"}]}]}}
+    world.kubectl.apply(make_resource(decode={"gpusPerPod": 0, "podTemplate": broken}))
+    world.operator()
+    progressing = world.wait_for_condition("Progressing", "False", "ApplyFailed")
+    assert "Deployment chat-decode" in progressing["message"]
+    assert "volumeMounts" in progressing["message"]
+    assert "Deployment/chat-router" in world.children(), "the others are in place"
+    unknown = {"spec": {"noSuchField": 1}}
+    world.kubectl.apply(make_resource(decode={"gpusPerPod": 0, "podTemplate": unknown}))
+    eventually(lambda: "noSuchField" in world.condition("Progressing")["message"], "the unknown field named", WAIT)
+    world.kubectl.apply(make_resource())
+    world.wait_until_settled()
+
+
+def test_a_foreign_object_is_left_alone(world: World) -> None:
+    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "chat-router-config"}, "data": {"a": "1"}}
+    world.kubectl.apply(theirs)
+    world.kubectl.apply(make_resource())
+    world.operator()
+    progressing = world.wait_for_condition("Progressing", "False", "NameTaken")
+    assert progressing["message"].startswith("ConfigMap chat-router-config: exists and belongs to something else")
+    assert world.child("ConfigMap/chat-router-config")["data"] == {"a": "1"}
+    world.kubectl.run("delete", "configmap", "chat-router-config")
+    world.wait_until_settled()
+
+
+def test_image_troubles_are_told(world: World) -> None:
+    """``imagePullPolicy: Never`` of an image that no node has: a sentence is made of it, and nothing is pulled."""
+    never = {
+        "spec": {
+            "initContainers": [{"name": "install-connector", "imagePullPolicy": "Never"}],
+            "containers": [{"name": "engine", "imagePullPolicy": "Never"}],
+        }
+    }
+    world.kubectl.apply(make_resource(decode={"gpusPerPod": 0, "podTemplate": never}))
+    world.operator()
+    decode = world.wait_for_condition("DecodeReady", "False", "ImagePullFailed")
+    assert decode["message"] == (
+        "0 of 1 decode pod is ready: image engine.example/none:v1 of container engine cannot be pulled; check its name "
+        "and spec.imagePullSecrets"
+    )
+
+
+def test_deletion_leaves_nothing(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    world.operator()
+    world.wait_until_settled()
+    world.kubectl.run("delete", "bidikvinference", "chat", "--wait=true")
+    eventually(lambda: not world.children(), "all children to go", WAIT)
+    eventually(lambda: not world.kubectl.find("pods"), "all pods to go", WAIT)
+    # And again under the same name, at once.
+    world.kubectl.apply(make_resource())
+    world.wait_until_settled()
+    world.kubectl.run("delete", "bidikvinference", "chat", "--wait=true")
+    world.kubectl.apply(make_resource())
+    world.wait_until_settled()
+    resource = world.kubectl.get("bidikvinference", "chat")
+    assert resource is not None
+    owners = {child["metadata"]["ownerReferences"][0]["uid"] for child in world.children().values()}
+    assert owners == {resource["metadata"]["uid"]}
+
+
+def test_deletion_needs_no_operator(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    operator = world.operator()
+    world.wait_until_settled()
+    assert operator.terminate() == 0
+    world.kubectl.run("delete", "bidikvinference", "chat", "--cascade=foreground", "--wait=true", timeout=WAIT)
+    eventually(lambda: not world.children(), "all children to go", WAIT)
+
+
+def test_leader_hands_over_when_it_stops(world: World) -> None:
+    first = world.operator("first")
+    eventually(first.leads, "the first to lead", WAIT)
+    second = world.operator("second")
+    assert second.page("healthz") == (200, "ok\n")
+    assert second.page("readyz") == (200, "ok, waiting for the lease\n")
+    world.kubectl.apply(make_resource())
+    world.wait_until_settled()
+    assert second.metric("bidikv_operator_writes_total") == 0
+    assert first.terminate() == 0
+    eventually(second.leads, "the second to lead", WAIT)
+    lease = world.kubectl.get("lease", "operator")
+    assert lease is not None
+    assert lease["spec"]["holderIdentity"] == "second"
+    world.kubectl.run("delete", "service", "chat")
+    eventually(lambda: world.kubectl.get("service", "chat"), "a repair by the second", WAIT)
+
+
+def test_leader_that_dies_is_replaced(world: World) -> None:
+    first = world.operator("first")
+    eventually(first.leads, "the first to lead", WAIT)
+    second = world.operator("second")
+    world.kubectl.apply(make_resource())
+    world.wait_until_settled()
+    first.kill()
+    eventually(second.leads, "the second to lead", WAIT)
+    world.kubectl.run("delete", "service", "chat")
+    eventually(lambda: world.kubectl.get("service", "chat"), "a repair by the second", WAIT)
+
+
+def test_leader_that_loses_the_lease_stops(world: World) -> None:
+    operator = world.operator("first")
+    eventually(operator.leads, "it to lead", WAIT)
+    stolen = '{"spec":{"holderIdentity":"thief","leaseDurationSeconds":60}}'
+    world.kubectl.run("patch", "lease", "operator", "--type=merge", "-p", stolen)
+    assert operator.wait(WAIT) == 1
+    assert "lost the lease" in operator.log()
+    lease = world.kubectl.get("lease", "operator")
+    assert lease is not None
+    assert lease["spec"]["holderIdentity"] == "thief", "a lease that another holds is not released"
+
+
+def test_several_resources_in_one_namespace(world: World) -> None:
+    operator = world.operator()
+    manifests = []
+    for number in range(5):
+        manifest = make_resource()
+        manifest["metadata"] = {"name": f"chat-{number}"}
+        manifests.append(manifest)
+    world.kubectl.apply(*manifests)
+
+    def all_told() -> bool:
+        found = world.kubectl.find("bidikvinferences")
+        reasons = [
+            condition["reason"]
+            for item in found
+            for condition in item.get("status", {}).get("conditions", [])
+            if condition["type"] == "RouterReady"
+        ]
+        return reasons == ["Unschedulable"] * 5
+
+    eventually(all_told, "five resources told", WAIT)
+    assert len(world.kubectl.find("deployments")) == 15
+    assert operator.page("healthz") == (200, "ok\n")
+    gauge = re.findall(r'^bidikv_operator_resources\{ready="False"\} (\S+)', operator.page("metrics")[1], re.MULTILINE)
+    assert gauge == ["5.0"]
