@@ -1,4 +1,4 @@
-"""Run the operator as a subprocess on this machine, for one namespace: what tests need that the installed one cannot give.
+"""Run the operator as a subprocess on this machine, for one namespace: tests need what the installed one cannot give.
 
 Several may run side by side (leader election), be killed, and be started again. Each listens on loopback only.
 """
@@ -57,9 +57,7 @@ class OperatorProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "bidikv_operator"], env=environment, stdout=log, stderr=log, cwd=self.folder
             )
-        eventually(
-            lambda: self._port() or self._check_alive(), f"operator {self.identity} to serve", START_SECONDS, 0.1
-        )
+        eventually(self._find_started, f"operator {self.identity} to serve", START_SECONDS, every=0.1)
         return self
 
     @property
@@ -108,7 +106,9 @@ class OperatorProcess:
         found = PORT.findall(self.log())
         return int(found[-1]) if found else None
 
-    def _check_alive(self) -> None:
+    def _find_started(self) -> int | None:
+        """The port of a process that serves; None while it starts."""
         assert self._process is not None
         if self._process.poll() is not None:
             raise AssertionError(f"operator {self.identity} ended at its start:\n{self.log()}")
+        return self._port()

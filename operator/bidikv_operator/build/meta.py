@@ -1,7 +1,7 @@
 """Metadata of children: names, labels, selectors, owner. Built from scratch, nothing is copied from the resource.
 
-Copied labels or annotations (Argo CD's tracking among them) would make GitOps tools take children for their own objects.
-``app.kubernetes.io/instance`` is left out for the same reason.
+Copied labels or annotations (Argo CD's tracking among them) would make GitOps tools take children for their own
+objects. ``app.kubernetes.io/instance`` is left out for the same reason.
 """
 
 from __future__ import annotations

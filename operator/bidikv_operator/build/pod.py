@@ -3,9 +3,10 @@
 Merge rules, from the top of the override down:
 
 - objects merge key by key; a null removes the key;
-- ``containers`` and ``initContainers`` merge by ``name``: an item of a known name merges into it, a new one is appended;
-- ``volumes``, ``env`` and ``ports`` merge by ``name`` and ``volumeMounts`` by ``mountPath``, but an item of a known name
-  replaces the whole item: half of one volume source and half of another is no volume;
+- ``containers`` and ``initContainers`` merge by ``name``: an item of a known name merges into it, a new one is
+  appended;
+- ``volumes``, ``env`` and ``ports`` merge by ``name`` and ``volumeMounts`` by ``mountPath``, but an item of a known
+  name replaces the whole item: half of one volume source and half of another is no volume;
 - everything else (other lists, scalars) replaces.
 
 Nothing is written that the API server would only fill in by itself; what is written is in canonical form (``5Gi``, not
