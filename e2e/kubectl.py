@@ -99,14 +99,15 @@ class Kubectl:
     def port_forward(self, target: str, port: int, timeout: float = 30) -> Iterator[int]:
         """A local port that leads to ``port`` of ``target`` (``pod/x``, ``svc/x``) while the context lasts."""
         argv = self.argv("port-forward", target, f":{port}", "--address", "127.0.0.1")
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             try:
                 os.set_blocking(process.stdout.fileno(), False)  # type: ignore[union-attr]
                 said = ""
 
                 def forwarded() -> int | None:
                     nonlocal said
-                    said += (process.stdout.read() or "") if process.stdout else ""
+                    # Bytes: a text stream cannot be read without blocking (it fails when there is nothing yet).
+                    said += ((process.stdout.read() or b"") if process.stdout else b"").decode()
                     if process.poll() is not None:
                         raise KubectlError(f"port-forward to {target} ended: {said.strip()}")
                     head, _, _ = said.partition(" -> ")

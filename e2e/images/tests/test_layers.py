@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e.images.catalog import (
+    ENGINE_FOLDER,
+    build_engine_image,
+    build_operator_image,
+    build_references,
+    build_runtime_image,
+)
+from e2e.images.oci import Layer
+from e2e.images.python_layers import CHECKOUT, CONSTRAINTS, compute_key, find_sources, parse_extra
+
+PROJECT = (CHECKOUT / "pyproject.toml").read_text()
+LAYERS = [Layer(Path("/x"), digest * 64, 1) for digest in "abc"]
+
+
+@pytest.mark.parametrize("extra", ["operator", "router"])
+def test_every_requirement_of_an_image_is_pinned(extra: str) -> None:
+    pins = {line.split("==")[0] for line in CONSTRAINTS.read_text().splitlines() if "==" in line}
+    names = {requirement.split("==")[0] for requirement in parse_extra(PROJECT, extra)}
+    assert names
+    assert names <= pins
+
+
+def test_unknown_extra() -> None:
+    with pytest.raises(KeyError, match="nothing"):
+        parse_extra(PROJECT, "nothing")
+
+
+def test_keys_tell_parts_apart() -> None:
+    assert len({compute_key(parts) for parts in ([b"ab", b"c"], [b"a", b"bc"], [b"abc"], [])}) == 4
+
+
+def test_sources_are_what_the_wheel_holds() -> None:
+    names = {path.relative_to(CHECKOUT).as_posix() for path in find_sources()}
+    assert "operator/bidikv_operator/names.py" in names
+    assert "runtime/bidikv_runtime/contract.py" in names
+    assert "crds/serving.bidikv.io_bidikvinferences.yaml" in names
+    assert not [name for name in names if "/tests/" in name or name.endswith(".pyc")]
+
+
+def test_images_run_what_the_contract_says() -> None:
+    base, dependencies, packages = LAYERS
+    operator = build_operator_image(base, dependencies, packages)
+    assert (operator.entrypoint, operator.user) == (("python3", "-m", "bidikv_operator"), "65532:65532")
+    runtime = build_runtime_image(base, dependencies, packages)
+    assert (runtime.entrypoint, runtime.user) == (("python3", "-m", "bidikv_runtime.router"), "65532:65532")
+    engine = build_engine_image(base)
+    assert engine.environment["PATH"].startswith(f"{ENGINE_FOLDER}/bin:")
+    references = build_references({"operator": operator, "runtime": runtime, "engine": engine}, "amd64")
+    assert all(
+        reference.startswith(f"docker.io/bidikv/{name}:") and len(reference.rsplit(":", 1)[1]) == 12
+        for name, reference in references.items()
+    )
