@@ -1,0 +1,86 @@
+"""Start-up: what stops it, with which words, and that a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from bidikv_operator import __main__ as module
+from bidikv_operator.kinds import INFERENCE, POD, Kind
+from bidikv_operator.kube import ForbiddenError, NotFoundError, TransientError
+from bidikv_operator.settings import Settings
+
+SETTINGS = Settings(runtime_image="i:1", http_host="127.0.0.1", http_port=0)
+DEADLINE = 20.0
+
+
+class StartingKube:
+    """Answers discovery and the Lease; everything else would be a mistake at this stage."""
+
+    def __init__(self) -> None:
+        self.missing: tuple[Kind, ...] = ()
+        self.errors: list[Exception] = []
+        self.lease: dict[str, Any] | None = None
+
+    async def discover(self, kind: Kind) -> bool:
+        if self.errors:
+            raise self.errors.pop(0)
+        return kind not in self.missing
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
+        if self.lease is None:
+            raise NotFoundError("no lease")
+        return self.lease
+
+
+def make_operator(kube: StartingKube) -> module.Operator:
+    return module.Operator(SETTINGS, kube)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (INFERENCE, r"bidikvinferences\.serving\.bidikv\.io v1alpha1; install the CRD"),
+        (POD, "does not serve pods v1; use a newer Kubernetes"),
+    ],
+)
+async def test_a_kind_that_is_not_served(missing: Kind, words: str) -> None:
+    kube = StartingKube()
+    kube.missing = (missing,)
+    with pytest.raises(module.StartError, match=words):
+        await make_operator(kube).run()
+
+
+async def test_an_api_server_that_refuses() -> None:
+    kube = StartingKube()
+    kube.errors = [ForbiddenError("no discovery for you")]
+    with pytest.raises(module.StartError, match="refuses discovery: no discovery for you"):
+        await make_operator(kube).run()
+
+
+async def test_an_api_server_that_is_away_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DISCOVERY_LIMIT_SECONDS", -1.0)
+    kube = StartingKube()
+    kube.errors = [TransientError("away")]
+    with pytest.raises(module.StartError, match="does not answer: away"):
+        await make_operator(kube).run()
+
+
+async def test_a_candidate_that_waits_ends_cleanly_at_a_signal() -> None:
+    kube = StartingKube()
+    spec = {"holderIdentity": "another", "leaseDurationSeconds": 3600, "renewTime": "x"}
+    kube.lease = {"metadata": {"resourceVersion": "1"}, "spec": spec}
+    running = asyncio.create_task(make_operator(kube).run())
+    asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
+    async with asyncio.timeout(DEADLINE):
+        assert await running == 0
+
+
+def test_missing_settings_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("BIDIKV_RUNTIME_IMAGE", raising=False)
+    assert module.main() == 1
+    assert capsys.readouterr().err.startswith("bidikv-operator: BIDIKV_RUNTIME_IMAGE is not set")
