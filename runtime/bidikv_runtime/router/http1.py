@@ -192,17 +192,18 @@ def compute_end_to_end(headers: Headers) -> Headers:
     return [(name, value) for name, value in headers if name.lower() not in dropped]
 
 
-def build_request_head(request: RequestHead, length: int, host: str) -> bytes:
-    """The head of the request to an engine whose body has ``length`` bytes (``host`` serves clients that sent none)."""
-    headers = compute_end_to_end(request.headers)
+def build_forwarded_head(request: RequestHead) -> bytes:
+    """The head for engines, equal for all legs of a request, up to its framing (:func:`finish_request_head`)."""
     lines = [b"%b %b HTTP/1.1\r\n" % (request.method, request.target)]
-    lines += [b"%b: %b\r\n" % field for field in headers]
-    if not any(name.lower() == b"host" for name, _ in headers):
-        lines.append(b"host: %b\r\n" % host.encode("ascii"))
-    if length or request.method != b"GET":
-        lines.append(b"content-length: %d\r\n" % length)
-    lines.append(b"\r\n")
+    lines += [b"%b: %b\r\n" % field for field in compute_end_to_end(request.headers)]
+    if request.http10 and request.header(b"host") is None:
+        lines.append(b"host: router\r\n")
     return b"".join(lines)
+
+
+def finish_request_head(forwarded: bytes, length: int | None) -> bytes:
+    """``forwarded`` with the length of its body (None: a request without one)."""
+    return b"%b\r\n" % forwarded if length is None else b"%bcontent-length: %d\r\n\r\n" % (forwarded, length)
 
 
 @dataclass(frozen=True, slots=True)

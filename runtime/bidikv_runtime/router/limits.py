@@ -24,7 +24,7 @@ class Limits:
 
     max_header_bytes: int = _limit(64 * 1024, "largest head of a request or a response")
     max_body_bytes: int = _limit(64 * _MIB, "largest request body; above it the client gets 413")
-    max_buffered_bytes: int = _limit(1024 * _MIB, "request bodies held at once, all clients together")
+    max_buffered_bytes: int = _limit(512 * _MIB, "request bodies held at once, all clients together")
     max_in_flight: int = _limit(4096, "requests in flight; above it clients get 503 with Retry-After")
     max_idle_per_engine: int = _limit(256, "idle connections kept to one engine")
     max_sessions_remembered: int = _limit(65536, "sessions remembered to count new ones")

@@ -29,9 +29,10 @@ from bidikv_runtime.router.errors import ApiError, build_stream_error
 from bidikv_runtime.router.fleet import Fleet, RetryBudget
 from bidikv_runtime.router.http1 import (
     ResponseHead,
+    build_forwarded_head,
     build_local_response,
-    build_request_head,
     build_response_head,
+    finish_request_head,
 )
 from bidikv_runtime.router.legs import (
     build_decode_body,
@@ -75,6 +76,8 @@ class _Turn:
     session: bytes = b""
     path: Path = "direct"
     phase: Phase = "receive"
+    forwarded: bytes = b""
+    """The head that both legs send, up to its framing; built once."""
 
 
 class Proxy:
@@ -333,7 +336,9 @@ class Proxy:
         Raises:
             UpstreamError: no answer; a broken connection also puts the engine under suspicion.
         """
-        request_head = build_request_head(turn.request.head, length, endpoint.address)
+        if not turn.forwarded:
+            turn.forwarded = build_forwarded_head(turn.request.head)
+        request_head = finish_request_head(turn.forwarded, None if turn.route == "models" else length)
         fresh = False
         while True:
             connection: UpstreamConnection | None = None

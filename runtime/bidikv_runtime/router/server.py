@@ -32,6 +32,7 @@ from bidikv_runtime.router.http1 import (
     build_too_large,
 )
 from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.sockets import watch_peer
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport, reads_promptly=False)
         self._server.connections.add(self)
         self._server.deadlines.watch(self)
         self.deadline = self._loop.time() + self._limits.keep_alive_seconds
@@ -153,7 +155,11 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._task.cancel()
 
     def eof_received(self) -> bool:
-        return False  # a client that stops sending is gone: vLLM treats it the same way
+        # A client that stops sending is gone: vLLM treats it the same way. Closing would first wait until what was
+        # written is read, and the engine would work on for nobody.
+        if self._state is _State.SERVING:
+            self.abort()
+        return False
 
     def pause_writing(self) -> None:
         self._write_paused = True

@@ -23,6 +23,7 @@ from bidikv_runtime.router.deadlines import Deadlines
 from bidikv_runtime.router.endpoints import Endpoint
 from bidikv_runtime.router.http1 import HEAD_END, Headers, ResponseHead
 from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.sockets import watch_peer
 from bidikv_runtime.router.splice import Buffer
 
 _BACKLOG_BYTES: Final = 256 * 1024
@@ -233,6 +234,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport, reads_promptly=True)
         self._pool.deadlines.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

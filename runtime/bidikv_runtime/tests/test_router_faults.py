@@ -344,6 +344,20 @@ async def test_a_slow_client_slows_its_engine(rig: Rig) -> None:
     writer.close()
 
 
+async def test_a_client_that_neither_reads_nor_sends_any_more_is_gone(rig: Rig) -> None:
+    async def flood(exchange: Exchange) -> None:
+        await exchange.send_stream_head()
+        while not exchange.closed_by_router.is_set():
+            await exchange.send_chunk(b"x" * 65536)
+
+    rig.behave("decode", flood)
+    _, writer = await rig.connect()
+    writer.write(raw_turn())
+    exchange = await rig.next_exchange("decode")
+    writer.write_eof()  # with bytes waiting for it, so that an orderly close would never finish
+    await exchange.wait_closed_by_router()
+
+
 # --- bounds ---
 
 

@@ -4,55 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 
 import aiohttp
 
-from bidikv_runtime.tests.router_engine import WAIT_SECONDS, Exchange, MockEngine, running_engines
+from bidikv_runtime.tests.router_engine import WAIT_SECONDS, Exchange, running_engines
+from bidikv_runtime.tests.router_process import running_router
 
 CHAT = "/v1/chat/completions"
 TURN = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
-START_SECONDS = 30.0
-
-
-class RouterProcess:
-    """A started router and where it listens."""
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process = process
-        self.url = f"http://127.0.0.1:{port}"
-
-    async def exit_status(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), WAIT_SECONDS)
-
-
-@contextlib.asynccontextmanager
-async def running_router(prefill: MockEngine, decode: MockEngine, *flags: str) -> AsyncIterator[RouterProcess]:
-    """A router process with static engines."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bidikv_runtime.router", "--host", "127.0.0.1", "--port", "0"),
-        *("--static-prefill", prefill.endpoint.address, "--static-decode", decode.endpoint.address),
-        *flags,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    drained: asyncio.Task[bytes] | None = None
-    try:
-        async with asyncio.timeout(START_SECONDS):
-            while not (match := re.search(rb"Listening on .*:(\d+)", line := await process.stderr.readline())):
-                assert line, "the router ended before it listened"
-        drained = asyncio.create_task(process.stderr.read())
-        yield RouterProcess(process, int(match[1]))
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        if drained is not None:
-            await drained
 
 
 async def test_a_drain_finishes_running_streams_and_exits_with_zero() -> None:
@@ -67,7 +29,7 @@ async def test_a_drain_finishes_running_streams_and_exits_with_zero() -> None:
 
     async with (
         running_engines(2) as (prefill, decode),
-        running_router(prefill, decode, "--drain-delay-seconds", "0.5") as router,
+        running_router([prefill.endpoint], [decode.endpoint], "--drain-delay-seconds", "0.5") as router,
         aiohttp.ClientSession(router.url) as http,
     ):
         async with http.get("/ready") as response:
@@ -102,7 +64,9 @@ async def test_a_drain_cuts_off_what_outlasts_the_grace() -> None:
 
     async with (
         running_engines(2) as (prefill, decode),
-        running_router(prefill, decode, "--drain-delay-seconds", "0", "--drain-grace-seconds", "0.2") as router,
+        running_router(
+            [prefill.endpoint], [decode.endpoint], "--drain-delay-seconds", "0", "--drain-grace-seconds", "0.2"
+        ) as router,
         aiohttp.ClientSession(router.url) as http,
     ):
         decode.behave = stream_forever

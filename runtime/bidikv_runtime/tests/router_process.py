@@ -1,0 +1,58 @@
+"""The router as a process of its own, with engines that are named on its command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+from bidikv_runtime.router.endpoints import Endpoint
+from bidikv_runtime.tests.router_engine import WAIT_SECONDS
+
+START_SECONDS = 60.0
+
+
+class RouterProcess:
+    """A started router and where it listens."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def exit_status(self) -> int:
+        """Wait for the end of the process."""
+        return await asyncio.wait_for(self.process.wait(), WAIT_SECONDS)
+
+
+@contextlib.asynccontextmanager
+async def running_router(
+    prefill: Sequence[Endpoint], decode: Sequence[Endpoint], *flags: str
+) -> AsyncIterator[RouterProcess]:
+    """A router process that is killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bidikv_runtime.router", "--host", "127.0.0.1", "--port", "0"),
+        *("--static-prefill", _name(prefill), "--static-decode", _name(decode)),
+        *flags,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    drained: asyncio.Task[bytes] | None = None
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            while not (match := re.search(rb"Listening on .*:(\d+)", line := await process.stderr.readline())):
+                assert line, "the router ended before it listened"
+        drained = asyncio.create_task(process.stderr.read())
+        yield RouterProcess(process, int(match[1]))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        if drained is not None:
+            await drained
+
+
+def _name(endpoints: Sequence[Endpoint]) -> str:
+    return ",".join(f"{endpoint.address}@{endpoint.lookup_port}" for endpoint in endpoints)

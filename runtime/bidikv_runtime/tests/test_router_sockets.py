@@ -1,0 +1,23 @@
+"""Options on real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from bidikv_runtime.router.sockets import watch_peer
+
+
+@pytest.mark.parametrize(("reads_promptly", "expected"), [(True, 30_000), (False, 0)])
+async def test_vanished_peers_are_noticed(reads_promptly: bool, expected: int) -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        watch_peer(writer.transport, reads_promptly=reads_promptly)
+        sock = writer.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == expected
+        writer.close()
