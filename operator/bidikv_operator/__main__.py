@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
+from typing import Any, cast
 
 import kopf
 from kubernetes.aio.config import ConfigException
@@ -123,6 +124,8 @@ class Operator:
         tasks = await kopf.spawn_tasks(
             registry=build_registry(self._cache, self._queue.add, self._ages),
             settings=build_settings(),
+            # Unless it is told, kopf asks for the user's name, which an arbitrary uid in a container has not.
+            identity=cast(Any, self._settings.identity),
             standalone=True,
             clusterwide=not self._settings.namespaces,
             namespaces=self._settings.namespaces,

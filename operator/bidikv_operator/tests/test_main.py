@@ -80,6 +80,24 @@ async def test_a_candidate_that_waits_ends_cleanly_at_a_signal() -> None:
         assert await running == 0
 
 
+async def test_kopf_is_told_who_it_is_and_where_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to itself it asks for the user's name, and ends where the uid has none."""
+    told: dict[str, Any] = {}
+
+    async def spawn_tasks(**arguments: Any) -> list[asyncio.Task[None]]:
+        told.update(arguments)
+        return []
+
+    async def run_tasks(tasks: object, *, ignored: object) -> None:
+        return None
+
+    monkeypatch.setattr(module.kopf, "spawn_tasks", spawn_tasks)
+    monkeypatch.setattr(module.kopf, "run_tasks", run_tasks)
+    await make_operator(StartingKube())._watch(asyncio.Event())
+    assert told["identity"] == SETTINGS.identity
+    assert (told["standalone"], told["clusterwide"], told["namespaces"]) == (True, True, ())
+
+
 def test_missing_settings_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("BIDIKV_RUNTIME_IMAGE", raising=False)
     assert module.main() == 1
