@@ -91,8 +91,8 @@ async def test_kopf_is_told_who_it_is_and_where_to_watch(monkeypatch: pytest.Mon
     async def run_tasks(tasks: object, *, ignored: object) -> None:
         return None
 
-    monkeypatch.setattr(module.kopf, "spawn_tasks", spawn_tasks)
-    monkeypatch.setattr(module.kopf, "run_tasks", run_tasks)
+    monkeypatch.setattr("kopf.spawn_tasks", spawn_tasks)
+    monkeypatch.setattr("kopf.run_tasks", run_tasks)
     await make_operator(StartingKube())._watch(asyncio.Event())
     assert told["identity"] == SETTINGS.identity
     assert (told["standalone"], told["clusterwide"], told["namespaces"]) == (True, True, ())
