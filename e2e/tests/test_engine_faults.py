@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import zmq
 from bidikv_runtime.connector import wire
 from e2e.engine.client import logprob_distance
 from e2e.engine.fixtures import OUTPUT_TOKENS, TOLERANCE, Deployment, assert_same, eventually, user
-from e2e.engine.local import HOST, LocalEngine, free_port
+from e2e.engine.local import HOST, EngineError, LocalEngine, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
 
@@ -144,6 +145,10 @@ async def test_a_source_that_vanishes_after_the_lookup(deployment: Deployment) -
     assert_same(turn.decode[0], expected)
     assert turn.prefill_reused == 0
     assert await deployment.validate_failures(deployment.p, "read_failed") == failures + 1
+    silent = await deployment.lookups(deployment.p, "silent")
+    await deployment.p.chat([user("vanished again")], max_tokens=1, sources=[source])
+    assert await deployment.validate_failures(deployment.p, "read_failed") == failures + 1
+    assert await deployment.lookups(deployment.p, "silent") == silent + 1
     await deployment.assert_no_kv_in_use()
 
 
@@ -183,3 +188,16 @@ async def test_a_killed_source_costs_a_recompute_and_is_used_again_after_its_res
     await eventually(used_again, "P to read from the restarted D")
     assert await deployment.reused(deployment.p) > 0
     await deployment.assert_no_kv_in_use()
+
+
+async def test_an_engine_that_cannot_run_the_protocol_ends_with_one_sentence(tmp_path: Path) -> None:
+    engine = LocalEngine(
+        "refused", tmp_path / "refused.log", arguments=("--max-model-len", "4096"), environment={"PYTHONHASHSEED": ""}
+    )
+    try:
+        engine.start()
+        with pytest.raises(EngineError, match="ended with"):
+            await asyncio.to_thread(engine.wait_ready)
+    finally:
+        engine.stop()
+    assert "UnsupportedEngineError: PYTHONHASHSEED is not set to a number" in engine.log.read_text()

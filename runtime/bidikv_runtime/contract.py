@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-# --- ports -----------------------------------------------------------------------------------------------------------
+# --- ports ----------------------------------------------------------------------------------------------------------
 ENGINE_PORT: Final = 8000
 """vLLM's HTTP port in prefill and decode pods."""
 SIDE_CHANNEL_PORT: Final = 5600
@@ -20,20 +20,20 @@ LOOKUP_PORT: Final = 5700
 ROUTER_PORT: Final = 8000
 """The router's port: OpenAI API, /health, /ready and /metrics."""
 
-# --- request parameters ------------------------------------------------------------------------------------------------
+# --- request parameters ---------------------------------------------------------------------------------------------
 KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 """vLLM's request field. The router removes whatever a client puts there."""
 SOURCES_PARAM: Final = "bidikv_sources"
 """Key inside ``kv_transfer_params``: list of ``"address:port"`` (IP addresses, IPv6 in brackets) of lookup ports whose
 engines may hold this prompt's KV."""
 
-# --- sessions ------------------------------------------------------------------------------------------------------------
+# --- sessions -------------------------------------------------------------------------------------------------------
 SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")
 """Request headers that name the session, first match wins (lower case)."""
 SESSION_BODY_KEYS: Final = ("prompt_cache_key", "previous_response_id", "conversation_id", "session_id")
 """Top-level body keys that name the session when no header does."""
 
-# --- the connector inside vLLM -------------------------------------------------------------------------------------------
+# --- the connector inside vLLM --------------------------------------------------------------------------------------
 CONNECTOR_CLASS: Final = "NixlConnector"
 """Class name: vLLM 0.32 compares the *name* in several checks (config/vllm.py, platforms/cpu.py)."""
 CONNECTOR_MODULE: Final = "bidikv_runtime.connector.connector"
@@ -46,7 +46,7 @@ CONNECTOR_INSTALL_DIR: Final = "/opt/bidikv/connector"
 ENV_LOOKUP_HOST: Final = "BIDIKV_LOOKUP_HOST"
 """Address on which the lookup port listens (the pod's IP)."""
 
-# --- metrics of the connector, in vLLM's own /metrics --------------------------------------------------------------------
+# --- metrics of the connector, in vLLM's own /metrics ---------------------------------------------------------------
 METRIC_LOOKUPS: Final = "bidikv_lookups_total"
 """Requests that asked sources, by ``result``: hit, miss, silent, refused."""
 METRIC_LOOKUP_SECONDS: Final = "bidikv_lookup_seconds"
@@ -63,11 +63,11 @@ METRIC_VALIDATE_FAILURES: Final = "bidikv_validate_failures_total"
 METRIC_PUBLISHED_BLOCKS: Final = "bidikv_published_blocks"
 """Gauge: KV blocks of this engine that other engines may read."""
 
-# --- the router's metrics that others read ------------------------------------------------------------------------------
+# --- the router's metrics that others read --------------------------------------------------------------------------
 METRIC_TIME_TO_FIRST_TOKEN: Final = "bidikv_router_time_to_first_token_seconds"
 """Histogram by ``path``: from a streamed request fully received to the first byte of its answer's body."""
 
-# --- the router's configuration -----------------------------------------------------------------------------------------
+# --- the router's configuration -------------------------------------------------------------------------------------
 ROUTER_CONFIG_DIR: Final = "/etc/bidikv"
 ROUTER_CONFIG_FILE: Final = "router.json"
 

@@ -10,10 +10,17 @@ Measured with NIXL 1.5.1 (its Python layer sets both values itself and offers no
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+
+class BackendError(RuntimeError):
+    """A NIXL backend cannot be loaded in this image."""
 
 
 class _Bindings:
@@ -54,6 +61,27 @@ def agent_settings(agent_class: Any, progress_delay_us: int) -> Iterator[None]:
         yield
     finally:
         module.nixlBind = bindings
+
+
+def explain_missing_backend(agent_class: Any, backends: Sequence[str]) -> str | None:
+    """Why one of ``backends`` cannot be loaded, as one sentence; None when all can (the failure is another).
+
+    NIXL itself says ``NIXL_ERR_NOT_FOUND`` and no more, also when the plugin is there and a library it needs is not.
+    """
+    package = Path(str(sys.modules[agent_class.__module__].__file__)).parent
+    folder = Path(os.environ.get("NIXL_PLUGIN_DIR") or package.with_name(package.name + ".libs") / "nixl")
+    for backend in backends:
+        plugin = folder / f"libplugin_{backend}.so"
+        if not plugin.exists():
+            return f"NIXL's backend {backend} is not in this image ({plugin} is missing): use an image that has it"
+        try:
+            ctypes.CDLL(str(plugin))
+        except OSError as error:
+            return (
+                f"NIXL's backend {backend} cannot be loaded ({error}): use an image that has this library (for "
+                "LIBFABRIC, the EFA software), or the TCP fabric"
+            )
+    return None
 
 
 class QuietAgent:

@@ -56,6 +56,12 @@ class LookupClient:
             until = None
         return until is not None
 
+    def avoid(self, source: Source) -> None:
+        """Do not ask this source for the silent period: it answers, but reads from it fail."""
+        if len(self._silent_until) >= MAXIMUM_CONNECTIONS * 4:  # addresses come from requests: keep none for ever
+            self._silent_until.clear()
+        self._silent_until[source] = time.monotonic() + self._silent_period
+
     def ask(self, source: Source, build: Callable[[int], wire.Request], seconds: float) -> Question:
         """Send the request that ``build`` makes for a fresh sequence number; never blocks.
 
@@ -137,9 +143,7 @@ class LookupClient:
 
     def _give_up(self, question: Question) -> None:
         question.silent = True
-        if len(self._silent_until) >= MAXIMUM_CONNECTIONS * 4:  # addresses come from requests: keep none for ever
-            self._silent_until.clear()
-        self._silent_until[question.source] = time.monotonic() + self._silent_period
+        self.avoid(question.source)
         # What zmq has queued for the source is stale; a new connection also finds a source that moved behind a name.
         socket = self._sockets.pop(question.source, None)
         if socket is not None:

@@ -19,7 +19,7 @@ from bidikv_runtime.connector.index import PublicationIndex
 
 STOP_SECONDS: Final = 5.0
 """How long ``stop`` waits for the thread, which is at most in the middle of one answer."""
-QUEUE_LENGTH: Final = 1000
+QUEUE_LENGTH: Final = 64
 """Messages queued per reader, in each direction; zmq drops what is over, and the reader's deadline covers it."""
 
 

@@ -9,10 +9,8 @@ Everything here runs in vLLM's scheduler thread. Two rules make it safe:
 
 from __future__ import annotations
 
-import enum
 import os
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm import __version__ as vllm_version
@@ -22,50 +20,17 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from bidikv_runtime.connector import wire
-from bidikv_runtime.connector.choice import Answer, choose_answer, is_decided
 from bidikv_runtime.connector.compatibility import compute_compatibility, validate_engine
 from bidikv_runtime.connector.index import PublicationIndex
-from bidikv_runtime.connector.lookup_client import LookupClient, Question
+from bidikv_runtime.connector.lookup_client import LookupClient
 from bidikv_runtime.connector.lookup_server import LookupServer
 from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata
+from bidikv_runtime.connector.reuse import Phase, Read, Reuse
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
 from bidikv_runtime.connector.stats import VerifiedReadStats
 
 logger = init_logger("vllm.bidikv.scheduler")
-
-ANSWER_LIFE = 2.0
-"""Seconds after which the answer for a request that still waits for blocks is asked for again: it is likely stale."""
-LOOKUP_BUDGET = 3
-"""Lookups per request: one that keeps waiting reads by an old answer, which validation covers."""
-
-
-class Phase(enum.Enum):
-    ASKING = enum.auto()
-    MATCHED = enum.auto()
-    LOADING = enum.auto()
-    SETTLED = enum.auto()
-    """Nothing more to read for this request: it computes what is left."""
-
-
-@dataclass
-class Reuse:
-    """What one request does about the KV that its sources may hold."""
-
-    request: Any
-    sources: tuple[Source, ...]
-    phase: Phase = Phase.SETTLED
-    lookups: int = 0
-    first_block: int = 0
-    """Index, in the request, of the first block that was asked for."""
-    asked: int = 0
-    started: float = 0.0
-    settle_until: float = float("inf")
-    questions: list[Question] = field(default_factory=list)
-    answer: Answer | None = None
-    read_block: int = 0
-    """Index of the first block to be read: those before it are in the local cache."""
-    read_tokens: int = 0
 
 
 class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -83,8 +48,10 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._client = LookupClient(settings.silent_period)
         self._pool: Any = None
         self._reuses: dict[str, Reuse] = {}
-        self._reads: dict[str, tuple[list[int], int, wire.Peer]] = {}
-        self._tickets: dict[str, Ticket] = {}
+        self._reads: dict[str, tuple[Read, list[int]]] = {}
+        """Reads to be handed to the workers with this step's metadata, and the local blocks they fill."""
+        self._loading: dict[str, Any] = {}
+        """Requests (not aborted) whose read is under way."""
         self._reported_blocks = 0
         self._refusals_logged: set[Source] = set()
         self._server = LookupServer(
@@ -114,8 +81,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Publish the request's full blocks. Never delays their freeing: they stay readable until they are re-used."""
-        reuse = self._reuses.pop(request.request_id, None)
-        if reuse is not None and reuse.phase is Phase.LOADING:
+        self._reuses.pop(request.request_id, None)
+        if self._loading.pop(request.request_id, None) is not None:
             # Aborted during the read: num_computed_tokens already counts tokens whose KV has not arrived.
             return False, None
         # The last sampled token has no KV; a step in flight may not have written its tokens' KV yet.
@@ -152,73 +119,71 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """
         if not request.kv_transfer_params or request.skip_reading_prefix_cache:
             return 0, False
+        local = num_computed_tokens // self.block_size
         reuse = self._reuses.get(request.request_id)
         if reuse is None:
-            reuse = self._reuses[request.request_id] = Reuse(request, self._sources(request))
-            self._start_lookup(reuse, num_computed_tokens)
-        elif reuse.phase is Phase.MATCHED and self._is_outdated(reuse, num_computed_tokens):
-            self._start_lookup(reuse, num_computed_tokens)
+            reuse = self._reuses[request.request_id] = Reuse(self._sources(request))
+            self._start_lookup(request, reuse, local)
+        elif reuse.is_outdated(local, time.monotonic()):
+            self._start_lookup(request, reuse, local)
         if reuse.phase is Phase.ASKING and not self._finish_lookup(reuse):
             return None, False
         if reuse.phase is not Phase.MATCHED:
             return 0, False
-        tokens = self._matched_tokens(reuse, num_computed_tokens)
+        tokens = reuse.match(local, self._last_block(request)) * self.block_size
         if tokens < self.settings.minimum_tokens:
-            reuse.phase = Phase.SETTLED
+            reuse.settle()
             return 0, False
-        reuse.read_block = num_computed_tokens // self.block_size
         return tokens, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks for the matched tokens are allocated: hand the read to the workers with this step's metadata."""
         reuse = self._reuses.get(request.request_id)
-        if not num_external_tokens or reuse is None or reuse.phase is not Phase.MATCHED or reuse.answer is None:
+        if not num_external_tokens or reuse is None or reuse.phase is not Phase.MATCHED:
             return
         count = num_external_tokens // self.block_size
-        offset = reuse.read_block - reuse.first_block
-        answer = reuse.answer
-        local = blocks.get_block_ids()[0][reuse.read_block : reuse.read_block + count]
-        remote = tuple(answer.blocks[offset : offset + count])
-        assert len(local) == len(remote) == count, (len(local), len(remote), count)
-        reuse.phase = Phase.LOADING
-        reuse.read_tokens = num_external_tokens
-        self._reads[request.request_id] = (local, reuse.read_block, answer.peer)
-        self._tickets[request.request_id] = Ticket(
-            answer.source, answer.epoch, remote, tuple(answer.publications[offset : offset + count])
-        )
+        read = reuse.begin_read(count)
+        local_blocks = blocks.get_block_ids()[0][read.first : read.first + count]
+        assert len(local_blocks) == count, (read, local_blocks)
+        self._reads[request.request_id] = (read, local_blocks)
+        self._loading[request.request_id] = request
 
     def build_connector_meta(self, scheduler_output: Any) -> VerifiedReadMetadata:
         """This step's reads and their tickets."""
         metadata = VerifiedReadMetadata()
         metadata.scheduler_clock = time.perf_counter()
-        for request_id, (local, read_block, peer) in self._reads.items():
+        for request_id, (read, local_blocks) in self._reads.items():
+            peer = read.answer.peer
             metadata.add_new_req_to_recv(
                 request_id=request_id,
-                local_block_ids=(local,),
+                local_block_ids=(local_blocks,),
                 kv_transfer_params={
-                    "remote_block_ids": (list(self._tickets[request_id].blocks),),
+                    "remote_block_ids": (list(read.blocks),),
                     "remote_engine_id": peer.engine_id,
                     "remote_request_id": request_id,
                     "remote_host": peer.host,
                     "remote_port": peer.port,
                     "tp_size": peer.tensor_parallel_size,
                 },
-                local_num_computed_blocks=(read_block,),
+                local_num_computed_blocks=(read.first,),
                 awaiting_kvs=True,
             )
-        metadata.tickets, self._tickets, self._reads = self._tickets, {}, {}
+            metadata.tickets[request_id] = Ticket(read.answer.source, read.answer.epoch, read.blocks, read.publications)
+        self._reads = {}
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Reads that ended in every rank. vLLM has by now cut ``num_computed_tokens`` back to what validated."""
         for request_id in connector_output.finished_recving or ():
-            reuse = self._reuses.get(request_id)
-            if reuse is None or reuse.phase is not Phase.LOADING:
+            request, reuse = self._loading.pop(request_id, None), self._reuses.get(request_id)
+            if request is None or reuse is None or reuse.read is None:
                 continue  # aborted during the read
-            reuse.phase = Phase.SETTLED
-            local_tokens = reuse.read_block * self.block_size
-            reused = max(0, reuse.request.num_computed_tokens - local_tokens)
-            self.stats.record_load(reused, reuse.read_tokens - reused)
+            reuse.settle()
+            if request_id in connector_output.failed_recving:
+                self._client.avoid(reuse.read.answer.source)  # it would cost the next request as much
+            expected = len(reuse.read.blocks) * self.block_size
+            reused = max(0, request.num_computed_tokens - reuse.read.first * self.block_size)
+            self.stats.record_load(reused, expected - reused)
 
     def get_kv_connector_stats(self) -> VerifiedReadStats | None:
         """Scheduler-side observations since the last step."""
@@ -245,59 +210,40 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         last: int = min((request.num_tokens - 1) // self.block_size, len(self._hashes(request)))
         return last
 
-    def _is_outdated(self, reuse: Reuse, num_computed_tokens: int) -> bool:
-        """The request waited for blocks since its lookup: the answer is old, or starts after the local prefix."""
-        shrunk = num_computed_tokens // self.block_size < reuse.first_block
-        return shrunk or (reuse.lookups < LOOKUP_BUDGET and time.monotonic() - reuse.started > ANSWER_LIFE)
-
-    def _start_lookup(self, reuse: Reuse, num_computed_tokens: int) -> None:
+    def _start_lookup(self, request: Any, reuse: Reuse, local: int) -> None:
         """Ask all sources at once, then wait a moment in place: most answer within a millisecond."""
-        first = num_computed_tokens // self.block_size
-        last = min(self._last_block(reuse.request), first + wire.MAXIMUM_BLOCKS)
-        sources = [source for source in reuse.sources if not self._client.is_silent(source)]
-        enough = (last - first) * self.block_size >= self.settings.minimum_tokens
-        if not enough or reuse.lookups >= LOOKUP_BUDGET or not sources:
-            if enough and reuse.sources and not sources:
-                self.stats.record_lookup("silent", 0.0)
-            reuse.phase = Phase.SETTLED
+        last = min(self._last_block(request), local + wire.MAXIMUM_BLOCKS)
+        if not reuse.sources or not reuse.may_ask or (last - local) * self.block_size < self.settings.minimum_tokens:
+            reuse.settle()
             return
-        all_hashes = self._hashes(reuse.request)
-        hashes = [bytes(all_hashes[i]) for i in range(first, last)]
-        reuse.phase, reuse.answer, reuse.settle_until = Phase.ASKING, None, float("inf")
-        reuse.first_block, reuse.asked, reuse.started = first, last - first, time.monotonic()
-        reuse.lookups += 1
+        sources = [source for source in reuse.sources if not self._client.is_silent(source)]
+        if not sources:
+            self.stats.record_lookup("silent", 0.0)
+            reuse.settle()
+            return
+        all_hashes = self._hashes(request)
+        hashes = [bytes(all_hashes[i]) for i in range(local, last)]
 
         def build(sequence: int) -> wire.Lookup:
             return wire.Lookup(wire.VERSION, sequence, self._digest, hashes)
 
-        reuse.questions = [self._client.ask(source, build, self.settings.lookup_deadline) for source in sources]
-        self._client.wait(reuse.questions, self.settings.inline_wait)
+        now = time.monotonic()
+        questions = [self._client.ask(source, build, self.settings.lookup_deadline) for source in sources]
+        reuse.start(questions, local, last - local, now)
+        self._client.wait(questions, self.settings.inline_wait)
 
     def _finish_lookup(self, reuse: Reuse) -> bool:
         """Whether the sources' answers are decided; the request is then matched or settled."""
         self._client.poll()
-        now = time.monotonic()
-        answer = choose_answer(reuse.questions, self.engine_id)
-        if answer is not None and reuse.settle_until == float("inf"):
-            reuse.settle_until = now + self.settings.settle_wait
-        if not is_decided(reuse.questions, answer, reuse.asked, reuse.settle_until, now):
+        now, questions = time.monotonic(), reuse.questions
+        result = reuse.decide(self.engine_id, self.settings.settle_wait, now)
+        if result is None:
             return False
-        reuse.answer = answer
-        reuse.phase = Phase.MATCHED if answer is not None else Phase.SETTLED
-        self.stats.record_lookup(self._result(reuse), now - reuse.started)
-        reuse.questions = []
-        return True
-
-    def _result(self, reuse: Reuse) -> str:
-        replies = [question.reply for question in reuse.questions]
-        for question in reuse.questions:
+        self.stats.record_lookup(result, now - reuse.started)
+        for question in questions:
             if isinstance(question.reply, wire.Refused):
                 self._log_refusal(question.source, question.reply)
-        if reuse.answer is not None:
-            return "hit"
-        if any(isinstance(reply, wire.Found) for reply in replies):
-            return "miss"
-        return "refused" if any(replies) else "silent"
+        return True
 
     def _log_refusal(self, source: Source, refused: wire.Refused) -> None:
         if source in self._refusals_logged or len(self._refusals_logged) > 1000:
@@ -309,11 +255,3 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             else self._compatibility.explain(refused.compatibility)
         )
         logger.warning("source %s refuses to share KV: %s; its KV is recomputed instead", source, reason)
-
-    def _matched_tokens(self, reuse: Reuse, num_computed_tokens: int) -> int:
-        """Tokens after the local prefix that the answer covers; negative when the local prefix has outgrown it."""
-        if reuse.answer is None:
-            return 0
-        end = min(reuse.first_block + len(reuse.answer.blocks), self._last_block(reuse.request))
-        tokens: int = end * self.block_size - num_computed_tokens
-        return tokens

@@ -17,7 +17,7 @@ from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
 
 from bidikv_runtime.connector import wire
-from bidikv_runtime.connector.agent import QuietAgent, agent_settings
+from bidikv_runtime.connector.agent import BackendError, QuietAgent, agent_settings, explain_missing_backend
 from bidikv_runtime.connector.lookup_client import LookupClient, Question
 from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata
 from bidikv_runtime.connector.settings import Settings
@@ -42,8 +42,14 @@ class Loading:
 class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings) -> None:
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        with agent_settings(NixlWrapper, settings.progress_delay_us):
-            super().__init__(vllm_config, engine_id, kv_cache_config)
+        try:
+            with agent_settings(NixlWrapper, settings.progress_delay_us):
+                super().__init__(vllm_config, engine_id, kv_cache_config)
+        except Exception as error:
+            backends = vllm_config.kv_transfer_config.get_from_extra_config("backends", ["UCX"])
+            if NixlWrapper is not None and (reason := explain_missing_backend(NixlWrapper, backends)) is not None:
+                raise BackendError(reason) from error
+            raise
         if affinity is not None:
             os.sched_setaffinity(0, affinity)  # on CPU, upstream binds the whole worker to the last core of each node
         self.settings = settings

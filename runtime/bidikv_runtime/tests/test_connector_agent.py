@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from bidikv_runtime.connector.agent import QuietAgent, agent_settings
+from bidikv_runtime.connector.agent import QuietAgent, agent_settings, explain_missing_backend
 
 
 class Config:
@@ -64,6 +65,36 @@ def test_the_binding_is_put_back_after_a_failure(agent_class: Any) -> None:
         raise RuntimeError("no backend")
     agent = agent_class()
     assert (agent.config.pthrDelay, agent.config.syncMode) == (0, "none")
+
+
+@pytest.fixture
+def plugins(agent_class: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installation of NIXL whose plugin A needs a library that is absent, and whose plugin B loads."""
+    monkeypatch.setattr(
+        sys.modules["fake_nixl_api"], "__file__", str(tmp_path / "nixl_cu13" / "_api.py"), raising=False
+    )
+    folder = tmp_path / "nixl_cu13.libs" / "nixl"
+    folder.mkdir(parents=True)
+    (folder / "libplugin_A.so").write_bytes(b"")
+    (folder / "libplugin_B.so").symlink_to(next(Path("/usr/lib").rglob("libc.so.6")))
+    return folder
+
+
+def test_a_backend_that_cannot_be_loaded_is_explained(agent_class: Any, plugins: Path) -> None:
+    explanation = explain_missing_backend(agent_class, ["B", "A"])
+    assert explanation is not None
+    assert "backend A cannot be loaded" in explanation
+    assert "file too short" in explanation
+
+
+def test_a_backend_that_is_not_there_is_explained(agent_class: Any, plugins: Path) -> None:
+    explanation = explain_missing_backend(agent_class, ["C"])
+    assert explanation is not None
+    assert f"{plugins / 'libplugin_C.so'} is missing" in explanation
+
+
+def test_backends_that_load_explain_nothing(agent_class: Any, plugins: Path) -> None:
+    assert explain_missing_backend(agent_class, ["B"]) is None
 
 
 def test_transfers_carry_no_notification() -> None:

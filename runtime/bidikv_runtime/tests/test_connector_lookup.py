@@ -143,6 +143,13 @@ def test_a_silent_source_is_given_up_and_then_left_alone(client: LookupClient, s
     assert client.is_silent(silent)
 
 
+def test_a_source_to_be_avoided_is_left_alone_too(client: LookupClient) -> None:
+    with serving(holding(1)) as source:
+        assert isinstance(answered(client, ask_lookup(client, source)), wire.Found)
+        client.avoid(source)
+        assert client.is_silent(source)
+
+
 def test_a_silent_source_is_asked_again_after_a_while() -> None:
     client = LookupClient(silent_period=0.01)
     try:
