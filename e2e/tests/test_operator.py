@@ -420,6 +420,19 @@ def test_leader_that_loses_the_lease_stops(world: World) -> None:
     assert lease["spec"]["holderIdentity"] == "thief", "a lease that another holds is not released"
 
 
+def test_starts_with_many_objects(world: World) -> None:
+    """kopf handles no event before it has indexed every listed object; that must not depend on their number."""
+    labels = {"serving.bidikv.io/owner": "another"}
+    many = [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"filler-{number}", "labels": labels}}
+        for number in range(250)
+    ]
+    world.kubectl.apply(*many)
+    world.kubectl.apply(make_resource())
+    world.operator()
+    world.wait_until_settled()
+
+
 def test_several_resources_in_one_namespace(world: World) -> None:
     operator = world.operator()
     manifests = []

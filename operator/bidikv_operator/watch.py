@@ -26,8 +26,6 @@ from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD, Kind
 SERVER_TIMEOUT_SECONDS: Final = 300
 """The API server ends a watch after so long, and kopf opens it again: a sign of life per watch."""
 PAGE_SIZE: Final = 500
-LIST_WORKERS: Final = 100
-"""Objects whose events are handled at the same time, per watch: bounds the wave of the first list."""
 WATCHED_KINDS: Final = (INFERENCE, *CHILD_KINDS, POD)
 
 
@@ -100,7 +98,9 @@ def build_settings() -> kopf.OperatorSettings:
     settings.posting.loggers = False
     settings.peering.standalone = True
     settings.scanning.disabled = True
-    settings.queueing.worker_limit = LIST_WORKERS
+    # No limit of kopf's workers: each listed object's worker waits until all are indexed, so with a limit below the
+    # number of objects nobody ever gets through (seen with 300 resources and a limit of 100). Ours is the work queue.
+    settings.queueing.worker_limit = None
     settings.watching.chunk_size = PAGE_SIZE
     settings.watching.server_timeout = SERVER_TIMEOUT_SECONDS
     settings.process.ultimate_exiting_timeout = 20

@@ -41,6 +41,7 @@ def test_settings() -> None:
     assert settings.posting.enabled is False
     assert settings.peering.standalone is True
     assert settings.scanning.disabled is True
+    assert settings.queueing.worker_limit is None, "a limit deadlocks the first list of more objects than that"
     selectors = settings.watching.label_selectors
     for kind in (*CHILD_KINDS, POD):
         assert selectors[kopf_selector(kind)] == names.LABEL_OWNER
