@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 import httptools
 
@@ -71,10 +71,14 @@ class RequestHead:
 
 
 class RequestParser:
-    """One request: its head in one call, then its chunked body, if it has one."""
+    """One request: its head in one call, then its chunked body, if it has one.
+
+    httptools' parser and this object refer to each other. It is dropped when its work is done, else every request
+    (and its body) would wait for the garbage collector.
+    """
 
     def __init__(self) -> None:
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self._target = b""
         self._headers: Headers = []
         self._in_body = False
@@ -127,13 +131,16 @@ class RequestParser:
             raise ApiError(501, "The only supported Transfer-Encoding is 'chunked'.", close=True)
         if hosts > 1 or (hosts == 0 and not http10):
             raise ApiError(400, "A request must have exactly one Host header.", close=True)
+        method, keep_alive = self._parser.get_method(), self._parser.should_keep_alive()
+        if not codings:
+            self._parser = None
         return RequestHead(
-            method=self._parser.get_method(),
+            method=method,
             target=self._target,
             headers=self._headers,
             length=length or 0,
             chunked=bool(codings),
-            keep_alive=self._parser.should_keep_alive() and not http10,
+            keep_alive=keep_alive and not http10,
             expects_continue=expects_continue and not http10,
             http10=http10,
         )
@@ -153,6 +160,8 @@ class RequestParser:
             self.followed = True
         if len(self.body) > limit or self._raw_bytes > _CHUNK_OVERHEAD * limit:
             raise build_too_large(limit)
+        if self.complete:
+            self._parser = None
         return self.complete
 
     # --- callbacks of httptools ---

@@ -163,34 +163,32 @@ class Proxy:
 
     async def _serve_remote(self, turn: _Turn) -> None:
         self._budget.deposit()
-        request = turn.request
-        pieces: list[Buffer] = []
-        if turn.route == "models":
-            pass
-        elif turn.route == "passed" and _is_multipart(request):
-            pieces = [request.body]  # files (audio): vLLM takes no kv_transfer_params from forms
-        else:
-            fields = check_fields(request.body)
-            turn.session = derive_session(request.head.headers, fields)
-            if turn.route != "passed":
-                await self._serve_turn(turn, fields)
-                return
-            pieces = build_passed_body(request.body, fields)
-            del fields
-        await self._decode(turn, pieces)
+        # In a call of its own: a frame that still knew the body's fields would hold the whole history in memory while
+        # decode streams.
+        pieces = await self._prepare_decode(turn)
+        if pieces is not None:
+            await self._decode(turn, pieces)
 
-    async def _serve_turn(self, turn: _Turn, fields: Fields) -> None:
+    async def _prepare_decode(self, turn: _Turn) -> list[Buffer] | None:
+        """The body of the leg that answers, after a turn's prefill leg; None when prefill's verdict was relayed."""
+        request = turn.request
+        if turn.route == "models":
+            return []
+        if turn.route == "passed" and _is_multipart(request):
+            return [request.body]  # files (audio): vLLM takes no kv_transfer_params from forms
+        fields = check_fields(request.body)
+        turn.session = derive_session(request.head.headers, fields)
+        if turn.route == "passed":
+            return build_passed_body(request.body, fields)
         self._metrics.note_session(turn.session)
         sources: list[str] = []
         # Without a decode engine the decode leg explains; prefill must not compute for nobody.
         if needs_prefill(fields) and self._fleet.pools.ready_decode:
             prefill = await self._prefill(turn, fields)
             if prefill is None:
-                return
+                return None
             sources = [prefill.lookup]
-        pieces = build_decode_body(turn.request.body, fields, sources)
-        del fields
-        await self._decode(turn, pieces)
+        return build_decode_body(request.body, fields, sources)
 
     # --- the prefill leg ---
 

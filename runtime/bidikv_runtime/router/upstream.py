@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import httptools
 
@@ -55,7 +55,7 @@ class _ResponseParser:
     """Reads one response: its head, and where a chunked body ends."""
 
     def __init__(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: Any = httptools.HttpResponseParser(self)  # dropped as in http1.RequestParser
         self._reason = b""
         self._headers: Headers = []
         self._in_body = False
@@ -71,18 +71,23 @@ class _ResponseParser:
         codings = [value.lower() for name, value in self._headers if name.lower() == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]):
             raise ValueError("unknown transfer coding")
+        status, keep_alive = self._parser.get_status_code(), self._parser.should_keep_alive()
+        if not codings:
+            self._parser = None
         return ResponseHead(
-            status=self._parser.get_status_code(),
+            status=status,
             reason=self._reason,
             headers=self._headers,
             length=int(lengths[0]) if lengths else None,
             chunked=bool(codings),
-            keep_alive=self._parser.should_keep_alive(),
+            keep_alive=keep_alive,
         )
 
     def feed(self, data: bytes) -> None:
         """Follow a chunked body; raises httptools' errors."""
         self._parser.feed_data(data)
+        if self.complete:
+            self._parser = None
 
     # --- callbacks of httptools ---
 
@@ -250,10 +255,10 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(ConnectionLost("the engine closed the connection within its answer"))
 
     def data_received(self, data: bytes) -> None:
-        if self._head is not None:
-            self._take_body(data)
-        elif self._head_waiter is None or self._head_waiter.done():
+        if self._done is None or self._done.done():
             self.abort()  # an answer that nobody asked for
+        elif self._head is not None:
+            self._take_body(data)
         else:
             self._received += data
             try:

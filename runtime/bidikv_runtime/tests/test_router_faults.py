@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -310,6 +311,24 @@ async def test_bytes_behind_an_answer_reach_no_client(rig: Rig) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_nobody_asked_for_is_not_taken_for_the_next_one(rig: Rig, stream: bool) -> None:
+    async def send_another(exchange: Exchange) -> None:
+        await answer(exchange)
+        with contextlib.suppress(ConnectionError):
+            await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil")
+        await exchange.wait_closed_by_router()
+
+    rig.behave("decode", send_another)
+    with contextlib.suppress(aiohttp.ClientPayloadError):  # when both came in one segment
+        async with rig.http.post(CHAT, json={**TURN, "stream": stream}) as response:
+            assert "evil" not in await response.text()
+    await rig.sole_exchange("decode").wait_closed_by_router()
+    rig.behave("decode", answer)
+    async with rig.http.post(CHAT, json={**TURN, "stream": stream}) as response:
+        assert "evil" not in await response.text()
+
+
 # --- back-pressure ---
 
 
@@ -410,17 +429,39 @@ async def test_buffered_bodies_are_bounded() -> None:
         await until_metric(rig, "bidikv_router_buffered_bytes 0.0")
 
 
-async def test_a_long_stream_does_not_hold_its_history(rig: Rig) -> None:
-    async def stall(exchange: Exchange) -> None:
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_long_stream_does_not_hold_its_history(rig: Rig, chunked: bool) -> None:
+    async def forget_and_answer(exchange: Exchange) -> None:
+        await answer(exchange)
+        exchange.body = b""
+
+    async def forget_and_stall(exchange: Exchange) -> None:
+        exchange.body = b""
         await exchange.send_stream_head()
         await exchange.wait_closed_by_router()
 
-    rig.behave("decode", stall)
+    rig.behave("prefill", forget_and_answer)
+    rig.behave("decode", forget_and_stall)
+    size = 16 * 1024 * 1024
     _, writer = await rig.connect()
-    writer.write(raw_turn())
-    await rig.next_exchange("decode")
-    await until_metric(rig, "bidikv_router_buffered_bytes 0.0")
+    tracemalloc.start()
+    try:
+        sent = raw_turn({**TURN, "user": "x" * size})
+        if chunked:
+            head, _, data = sent.partition(b"\r\n\r\n")
+            sent = HEAD + b"transfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
+            del head, data
+        writer.write(sent)
+        await writer.drain()
+        del sent
+        await rig.next_exchange("decode")
+        await until_metric(rig, "bidikv_router_buffered_bytes 0.0")
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert "bidikv_router_requests_in_flight 1.0" in await rig.metrics()
+    assert held < size / 4
+    assert peak > size
     writer.close()
 
 
