@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         say("The cluster is down.")
         return 0
     except (ClusterError, KubectlError) as failure:
-        print(f"error: {failure}", file=sys.stderr, flush=True)
+        print(f"error: {str(failure).removeprefix('error: ')}", file=sys.stderr, flush=True)
         return 1
 
 

@@ -20,6 +20,11 @@ def build_kubectl(paths: Paths) -> Kubectl:
 
 def observe_problem(paths: Paths, topology: Topology, fingerprint: str | None = None) -> str | None:
     """Why the running cluster is not the one of ``topology`` (and ``fingerprint``) in good health; None when it is."""
+    return observe_missing_part(paths, topology, fingerprint) or observe_api_problem(paths, topology)
+
+
+def observe_missing_part(paths: Paths, topology: Topology, fingerprint: str | None = None) -> str | None:
+    """Why what runs cannot become the wanted cluster by itself: another one was started, or a machine is missing."""
     try:
         written = paths.fingerprint.read_text()
     except FileNotFoundError:
@@ -30,7 +35,7 @@ def observe_problem(paths: Paths, topology: Topology, fingerprint: str | None = 
     for machine in topology.machines:
         if machine.name not in running:
             return f"{machine.name} does not run; see {paths.unit(machine.name)}/log and run `make cluster-up`"
-    return observe_api_problem(paths, topology)
+    return None
 
 
 def observe_api_problem(paths: Paths, topology: Topology) -> str | None:

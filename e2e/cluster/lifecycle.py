@@ -33,6 +33,7 @@ from e2e.cluster.topology import CONTROL_PLANE, Node, Topology
 from e2e.cluster.unit import UnitSpec
 from e2e.images.oci import Image, build_documents, find_architecture, write_layer
 
+RECOVERY_SECONDS: Final = 45.0
 API_LIMIT_SECONDS: Final = 90.0
 NODES_LIMIT_SECONDS: Final = 120.0
 LOCK_LIMIT_SECONDS: Final = 600.0
@@ -72,12 +73,13 @@ def up(paths: Paths, topology: Topology) -> None:
         apply_packages(CLUSTER_PACKAGES, paths.logs)
         programs = apply_programs(paths)
         fingerprint = compute_fingerprint(topology, paths, programs)
-        problem = health.observe_problem(paths, topology, fingerprint)
+        problem = _observe_lasting_problem(paths, topology, fingerprint)
         if problem is None:
             say(f"The cluster is up and unchanged ({time.monotonic() - began:.1f} s).")
             return
         if paths.run.exists():
             say(f"Starting anew: {problem}")
+        network.check_routes(topology)
         _remove_everything(paths)
         began = time.monotonic()
         try:
@@ -106,6 +108,17 @@ def compute_fingerprint(topology: Topology, paths: Paths, programs: Mapping[str,
         parts.append(machines.build_node(node, paths, programs, []).to_json())
         parts += _render_node(node, topology, paths, pause_image="").values()
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _observe_lasting_problem(paths: Paths, topology: Topology, fingerprint: str) -> str | None:
+    """Why a new start is needed. A program that ended is started again by its machine: it gets the time for that."""
+    if problem := health.observe_missing_part(paths, topology, fingerprint):
+        return problem
+    try:
+        wait_until_fine(partial(health.observe_problem, paths, topology), limit_seconds=RECOVERY_SECONDS)
+    except ClusterError as failure:
+        return str(failure)
+    return None
 
 
 def _remove_everything(paths: Paths) -> None:

@@ -40,16 +40,19 @@ def find_route_conflict(routes: list[dict[str, Any]], network: str) -> str | Non
     return None
 
 
-def apply_network(topology: Topology) -> None:
-    """Bridge, namespaces, links and routes; expects none of them to exist (``remove_network`` comes first)."""
-    conflict = find_route_conflict(
-        json.loads(_ip("-4", "-json", "route", "show", "table", "all") or "[]"), topology.network
-    )
+def check_routes(topology: Topology) -> None:
+    """``ClusterError`` when the cluster's network is in use on this machine for something else."""
+    routes = json.loads(_ip("-4", "-json", "route", "show", "table", "all") or "[]")
+    conflict = find_route_conflict(routes, topology.network)
     if conflict:
         raise ClusterError(
             f"{NETWORK_VARIABLE}: this machine routes {conflict}, which overlaps the cluster's {topology.network}; "
             f"set {NETWORK_VARIABLE} to a free /16"
         )
+
+
+def apply_network(topology: Topology) -> None:
+    """Bridge, namespaces, links and routes; expects none of them to exist (``remove_network`` comes first)."""
     _ip("link", "add", BRIDGE, "type", "bridge")
     _ip("address", "add", f"{topology.bridge_address}/{topology.prefix_length}", "dev", BRIDGE)
     _ip("link", "set", BRIDGE, "up")
