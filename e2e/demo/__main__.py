@@ -17,7 +17,8 @@ from e2e.demo import report
 from e2e.demo.client import Message, stream_chat
 from e2e.demo.engines import EnginePods
 from e2e.demo.workload import ANSWER_TOKENS, CONVERSATIONS, TURNS, Measured, other_requests, user_text
-from e2e.install import ROOT, install_operator
+from e2e.install import NAMESPACE as OPERATOR_NAMESPACE
+from e2e.install import RELEASE, ROOT, install_operator
 from e2e.kubectl import Kubectl
 
 RESOURCE = Path(__file__).parent / "resource.yaml"
@@ -25,6 +26,7 @@ NAMESPACE = "bidikv-demo"
 NAME = "demo"
 OUTPUT = ROOT / "build" / "demo.json"
 READY_SECONDS = 900
+UNSEEN_SECONDS = 120
 REUSED_METRIC = contract.METRIC_REUSED_TOKENS
 LOCAL_HIT_METRIC = "vllm:prefix_cache_hits_total"
 
@@ -64,7 +66,13 @@ def wait_until_ready(kubectl: Kubectl, what: str) -> None:
             )
         if time.monotonic() - beat > 15:
             beat = time.monotonic()
-            say(f"  {time.monotonic() - started:4.0f} s  waiting (engines load vLLM, about a minute) ...")
+            waiting_for = "engines to load vLLM, about a minute" if conditions else "the operator to see the resource"
+            say(f"  {time.monotonic() - started:4.0f} s  waiting for {waiting_for} ...")
+        if not conditions and time.monotonic() - started > UNSEEN_SECONDS:
+            raise SystemExit(
+                f"the operator has not touched the resource within {UNSEEN_SECONDS} s; look with "
+                f"`kubectl logs -n {OPERATOR_NAMESPACE} deployment/{RELEASE}`"
+            )
         time.sleep(1)
 
 
