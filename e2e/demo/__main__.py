@@ -12,7 +12,6 @@ from pathlib import Path
 
 from bidikv_operator import names
 from bidikv_runtime import contract
-
 from e2e.demo import report
 from e2e.demo.client import Message, stream_chat
 from e2e.demo.engines import EnginePods

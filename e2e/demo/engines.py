@@ -6,7 +6,6 @@ import re
 
 from bidikv_operator.names import LABEL_OWNER, LABEL_ROLE
 from bidikv_runtime.contract import ENGINE_PORT
-
 from e2e.kubectl import Kubectl
 
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{[^}]*\})? (?P<value>\S+)$")
