@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import signal
 import sys
 import time
@@ -20,23 +21,32 @@ from kubernetes.aio.config import ConfigException
 from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
 from bidikv_operator.health import HealthServer, Pulse
-from bidikv_operator.kinds import INFERENCE, LEASE
+from bidikv_operator.kinds import INFERENCE, LEASE, WATCHED_KINDS
 from bidikv_operator.kube import ApiError, Kube, TransientError, connect
 from bidikv_operator.lease import Lease, LeaseTerms
 from bidikv_operator.metrics import Metrics
 from bidikv_operator.reconcile import Reconciler
+from bidikv_operator.resync import resync
 from bidikv_operator.settings import Settings, SettingsError, read_settings
-from bidikv_operator.watch import WATCHED_KINDS, WatchAges, build_registry, build_settings
+from bidikv_operator.watch import WatchAges, build_registry, build_settings
 from bidikv_operator.workqueue import QueueObserver, WorkQueue
 
 logger = logging.getLogger("bidikv_operator")
 
 DISCOVERY_LIMIT_SECONDS = 60.0
 STOP_LIMIT_SECONDS = 15.0
+WATCH_LIMIT_SECONDS = 300.0
+"""From the start of kopf until every watch is open; a large first list takes a while."""
+RESYNC_JITTER = 0.2
+RESYNC_RETRY_SECONDS = 5.0
 
 
 class StartError(Exception):
     """The operator cannot start; the message says what to do."""
+
+
+class WorkerDiedError(Exception):
+    """A worker of the queue ended, which none ever should."""
 
 
 class Operator:
@@ -66,11 +76,8 @@ class Operator:
         self._reconciler = Reconciler(
             kube=kube,
             cache=self._cache,
-            metrics=self._metrics,
             runtime_image=settings.runtime_image,
             identity=settings.identity,
-            resync_seconds=settings.resync_seconds,
-            clock=time.monotonic,
         )
         self._queue: WorkQueue[Key] = WorkQueue(
             self._reconciler.reconcile,
@@ -96,17 +103,18 @@ class Operator:
 
     async def _lead(self) -> int:
         """Act as the leader until told to stop or until something essential ends."""
-        self._queue.start()
         lease = asyncio.create_task(self._lease.hold(), name="lease")
-        fault = asyncio.create_task(self._queue.wait_for_fault(), name="queue-fault")
+        work = asyncio.create_task(self._work(), name="work")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         kopf_stop = asyncio.Event()
         kopf_ended = asyncio.create_task(self._watch(kopf_stop), name="kopf")
         try:
-            await asyncio.wait({lease, fault, stop, kopf_ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({lease, work, stop, kopf_ended}, return_when=asyncio.FIRST_COMPLETED)
             is_clean = stop.done() and not lease.done()
             if not is_clean:
-                logger.error("Stopping: %s", _explain({lease, fault, kopf_ended}))
+                logger.error("Stopping: %s", _explain({lease, work, kopf_ended}))
+            work.cancel()
+            await asyncio.wait({work})
             # First the writers, then the watches, then the lease: the next leader must find nobody writing.
             await self._queue.stop()
             kopf_stop.set()
@@ -114,9 +122,49 @@ class Operator:
             await self._lease.release()
             return 0 if is_clean else 1
         finally:
-            for task in (lease, fault, stop, kopf_ended):
+            for task in (lease, work, stop, kopf_ended):
                 task.cancel()
-            await asyncio.gather(lease, fault, stop, kopf_ended, return_exceptions=True)
+            await asyncio.gather(lease, work, stop, kopf_ended, return_exceptions=True)
+
+    async def _work(self) -> None:
+        """Complete the cache, reconcile, and resync now and then. Never returns.
+
+        Raises:
+            StartError: the watches could not be opened.
+            WorkerDiedError: a worker of the queue ended.
+        """
+        watches = len(WATCHED_KINDS) * max(1, len(self._settings.namespaces))
+        try:
+            async with asyncio.timeout(WATCH_LIMIT_SECONDS):
+                await self._ages.wait_for(watches)
+        except TimeoutError:
+            raise StartError(f"not all {watches} watches could be opened; check the operator's rights") from None
+        await self._resync()
+        self._queue.start()
+        while True:
+            pause = self._settings.resync_seconds * random.uniform(1 - RESYNC_JITTER, 1 + RESYNC_JITTER)
+            fault = asyncio.create_task(self._queue.wait_for_fault())
+            await asyncio.wait({fault}, timeout=pause)
+            if fault.done():
+                raise WorkerDiedError(fault.result())
+            fault.cancel()
+            found = await self._resync()
+            self._metrics.corrections.inc(found)
+            if found:
+                logger.warning("%d objects differed from what the watches had told", found)
+
+    async def _resync(self) -> int:
+        """Correct the cache and name every resource. Returns how many objects differed."""
+        while True:
+            try:
+                corrections = await resync(self._kube, self._cache, self._settings.namespaces)
+                break
+            except ApiError as error:
+                logger.warning("The cache could not be compared with the API server: %s", error)
+                await asyncio.sleep(RESYNC_RETRY_SECONDS)
+        for key in {*corrections.keys, *self._cache.keys()}:
+            self._queue.add(key)
+        return corrections.count
 
     async def _watch(self, stop: asyncio.Event) -> None:
         """Run kopf. Returns when ``stop`` is set, raises or returns when a watch failed for good."""

@@ -1,7 +1,7 @@
 """The API kinds the operator touches: how each is addressed, and nothing else.
 
-A new child kind starts here: watches (``watch.py``), the live list of a resync (``observe.py``) and the order of
-writing (``apply.py``) all walk ``CHILD_KINDS``. The chart's RBAC must name it too.
+A new child kind starts here: watches (``watch.py``) and resync (``resync.py``) walk these tuples. The chart's RBAC
+must name it too.
 """
 
 from __future__ import annotations
@@ -64,3 +64,5 @@ CHILD_KINDS: Final = (
     POD_DISRUPTION_BUDGET,
 )
 """In the order of writing: identity and configuration exist before the pods that mount them."""
+WATCHED_KINDS: Final = (INFERENCE, *CHILD_KINDS, POD)
+"""All but the resource itself are watched by our label only."""

@@ -6,8 +6,6 @@ The middle is pure; whatever fails is repeated by the queue. A pass is idempoten
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
@@ -17,8 +15,7 @@ from bidikv_operator.build import build_all
 from bidikv_operator.cache import Key, ObjectCache
 from bidikv_operator.events import post_events
 from bidikv_operator.kube import ApiError, ConflictError, Kube, NotFoundError, NotLeaderError, TransientError
-from bidikv_operator.metrics import Metrics
-from bidikv_operator.observe import observe_cached, observe_live
+from bidikv_operator.observe import observe
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.state import Applied, Observed
 from bidikv_operator.status.compute import compute_status
@@ -30,20 +27,15 @@ logger = logging.getLogger(__name__)
 
 WAITING_SECONDS: Final = 2.0
 """How soon a child that is still being deleted is looked at again; its deletion event usually comes first."""
-RESYNC_JITTER: Final = 0.2
 
 
 @dataclass
 class Reconciler:
     kube: Kube
     cache: ObjectCache
-    metrics: Metrics
     runtime_image: str
     identity: str
-    resync_seconds: float
-    clock: Callable[[], float]
     _applier: Applier = field(init=False)
-    _checked_at: dict[Key, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._applier = Applier(self.kube, self.cache)
@@ -62,11 +54,9 @@ class Reconciler:
             raise RetryLaterError(str(error)) from error
 
     async def _reconcile(self, key: Key) -> Result:
-        await self._resync_if_due(key)
-        observed = observe_cached(self.cache, key)
+        observed = observe(self.cache, key)
         if observed is None:
             self._applier.forget(key)
-            self._checked_at.pop(key, None)
             return Done()
         if observed.resource["metadata"].get("deletionTimestamp"):
             return Done()  # the garbage collector is at work; a write would only delay it
@@ -81,19 +71,7 @@ class Reconciler:
             raise RetryLaterError("; ".join(str(failure) for failure in applied.failures))
         if applied.waiting:
             return RequeueAfter(WAITING_SECONDS)
-        return RequeueAfter(self.resync_seconds * random.uniform(1 - RESYNC_JITTER, 1 + RESYNC_JITTER))
-
-    async def _resync_if_due(self, key: Key) -> None:
-        """Compare the cache with the API server once per period; the first list of the watches counts as one."""
-        now = self.clock()
-        due = self._checked_at.setdefault(key, now) + self.resync_seconds * (1 - RESYNC_JITTER)
-        if now < due:
-            return
-        differing = await observe_live(self.kube, self.cache, key)
-        self._checked_at[key] = now
-        if differing:
-            self.metrics.corrections.inc(differing)
-            logger.warning("%s: %d objects differed from what the watches had told", key, differing)
+        return Done()
 
     async def _tell(self, observed: Observed, checked: Resolved | Rejected, applied: Applied) -> None:
         status = compute_status(observed, checked, applied, now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))

@@ -66,7 +66,7 @@ class Settings:
     """BIDIKV_QUEUE_LIMIT: keys that may wait; one more makes the process unhealthy, so that it restarts and relists."""
 
     resync_seconds: int = 600
-    """BIDIKV_RESYNC_SECONDS: each resource is compared with the API server itself, not the cache, about this often."""
+    """BIDIKV_RESYNC_SECONDS: the cache is compared with the API server itself about this often."""
 
     write_timeout_seconds: int = 5
     """BIDIKV_WRITE_TIMEOUT_SECONDS: limit of one writing request; bounds what is in flight when a lease is lost."""

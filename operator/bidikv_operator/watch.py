@@ -1,8 +1,8 @@
 """kopf as the watch engine, and nothing more: every decorator of the operator is in this file.
 
 Handlers file the object in the cache and name its owner's key; they never do work, as kopf logs and drops what they
-raise. Index handlers serve for kopf's barrier only: no event handler runs before every kind has been listed once, so
-the first reconcile sees a complete cache.
+raise. There are no index handlers: ``cache.py`` says why. Nothing is reconciled before all watches are open and the
+cache has been compared with the API server (``resync.py``), so the first reconcile sees everything.
 
 Why nothing is ever written by kopf: only change handlers, timers and daemons make it store annotations or finalizers,
 and there are none. No peering (the Lease elects), no scanning of namespaces or CRDs (``__main__`` checks discovery),
@@ -11,6 +11,7 @@ no posting of logs as Events.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -21,12 +22,12 @@ import kopf
 
 from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
-from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD, Kind
+from bidikv_operator.kinds import CHILD_KINDS, POD, WATCHED_KINDS, Kind
 
 SERVER_TIMEOUT_SECONDS: Final = 300
 """The API server ends a watch after so long, and kopf opens it again: a sign of life per watch."""
 PAGE_SIZE: Final = 500
-WATCHED_KINDS: Final = (INFERENCE, *CHILD_KINDS, POD)
+IDLE_SECONDS: Final = 1.0
 
 
 class WatchAges:
@@ -35,9 +36,17 @@ class WatchAges:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._opened: dict[str, float] = {}
+        self._changed = asyncio.Event()
 
     def record(self, path: str) -> None:
         self._opened[path] = self._clock()
+        self._changed.set()
+
+    async def wait_for(self, count: int) -> None:
+        """Until so many different watches have been opened: each was listed before."""
+        while len(self._opened) < count:
+            self._changed.clear()
+            await self._changed.wait()
 
     def oldest_seconds(self) -> float:
         """Age of the watch that was opened longest ago; 0 before any was."""
@@ -80,10 +89,6 @@ def build_registry(cache: ObjectCache, enqueue: Callable[[Key], None], ages: Wat
 def _register(registry: kopf.OperatorRegistry, kind: Kind, cache: ObjectCache, enqueue: Callable[[Key], None]) -> None:
     group, version, plural = kind.group, kind.version, kind.plural
 
-    @kopf.index(group=group, version=version, plural=plural, id=f"index-{plural}", registry=registry)
-    async def index(body: kopf.Body, **_: Any) -> None:
-        cache.put(kind, dict(body))
-
     @kopf.on.event(group=group, version=version, plural=plural, id=f"event-{plural}", registry=registry)
     async def event(event: Mapping[str, Any], **_: Any) -> None:
         obj = event["object"]
@@ -98,9 +103,8 @@ def build_settings() -> kopf.OperatorSettings:
     settings.posting.loggers = False
     settings.peering.standalone = True
     settings.scanning.disabled = True
-    # No limit of kopf's workers: each listed object's worker waits until all are indexed, so with a limit below the
-    # number of objects nobody ever gets through (seen with 300 resources and a limit of 100). Ours is the work queue.
-    settings.queueing.worker_limit = None
+    # kopf keeps a task per object for so long after its last event; one per object of the first list, so keep it short.
+    settings.queueing.idle_timeout = IDLE_SECONDS
     settings.watching.chunk_size = PAGE_SIZE
     settings.watching.server_timeout = SERVER_TIMEOUT_SECONDS
     settings.process.ultimate_exiting_timeout = 20

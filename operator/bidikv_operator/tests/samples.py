@@ -171,11 +171,12 @@ class FakeKube:
 
     async def list(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> Listed:
         self.reads.append(("list", kind.kind))
-        wanted = dict(part.split("=") for part in label_selector.split(",") if part)
         items = [
             copy.deepcopy(obj)
             for (place, ref), obj in self.objects.items()
-            if ref.kind == kind and place == namespace and wanted.items() <= obj["metadata"].get("labels", {}).items()
+            if ref.kind == kind
+            and namespace in (None, place)
+            and (not label_selector or label_selector in obj["metadata"].get("labels", {}))
         ]
         return Listed(tuple(items), str(self._version))
 

@@ -13,7 +13,7 @@ from bidikv_operator.build import Desired, build_all
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
 from bidikv_operator.kinds import DEPLOYMENT, POD_DISRUPTION_BUDGET, ROLE, SERVICE, Kind
 from bidikv_operator.kube import ForbiddenError, TransientError
-from bidikv_operator.observe import observe_cached
+from bidikv_operator.observe import observe
 from bidikv_operator.state import Applied
 from bidikv_operator.tests.samples import FakeKube, make_resource, resolve, store_resource
 
@@ -41,7 +41,7 @@ class World:
         return build_all(resolve(self.resource))
 
     async def apply(self) -> Applied:
-        observed = observe_cached(self.cache, KEY)
+        observed = observe(self.cache, KEY)
         assert observed is not None
         return await self.applier.apply_all(observed, self.desired())
 

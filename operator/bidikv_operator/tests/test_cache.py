@@ -78,9 +78,18 @@ def test_correction_by_a_live_list() -> None:
     cache.put(SERVICE, service(3, name="same"))
     cache.put(SERVICE, service(30, name="newer"))  # created after the list was taken
     cache.put(POD, service(1, name="pod"))  # of another kind: not concerned
-    live = [service(7, name="stale"), service(3, name="same"), service(8, name="missed")]
-    assert cache.correct(SERVICE, KEY, live, "20") == 3
+    live = [service(7, name="stale"), service(3, name="same"), service(8, name="missed", owner="other")]
+    assert cache.correct(SERVICE, "team", live, "20") == (3, {KEY, Key("team", "other")})
     versions = {ref.name: obj["spec"]["v"] for ref, obj in cache.children(KEY).items()}
-    assert versions == {"stale": 7, "same": 3, "missed": 8, "newer": 30}
+    assert versions == {"stale": 7, "same": 3, "newer": 30}
+    assert set(cache.children(Key("team", "other"))) == {ChildRef(SERVICE, "missed")}
     assert cache.pods(KEY)
-    assert cache.correct(SERVICE, KEY, live, "20") == 0
+    assert cache.correct(SERVICE, "team", live, "20") == (0, set())
+
+
+def test_correction_concerns_the_listed_namespace_only() -> None:
+    cache = ObjectCache()
+    cache.put(SERVICE, service(1))
+    assert cache.correct(SERVICE, "elsewhere", [], "20") == (0, set())
+    assert cache.correct(SERVICE, None, [], "20") == (1, {KEY})
+    assert cache.keys() == []

@@ -8,9 +8,8 @@ import pytest
 
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
-from bidikv_operator.kinds import DEPLOYMENT, INFERENCE, SERVICE
+from bidikv_operator.kinds import DEPLOYMENT, INFERENCE
 from bidikv_operator.kube import InvalidError, TransientError
-from bidikv_operator.metrics import Metrics
 from bidikv_operator.reconcile import Reconciler
 from bidikv_operator.tests.samples import RUNTIME_IMAGE, FakeKube, make_resource, store_resource
 from bidikv_operator.workqueue import Done, RequeueAfter, RetryLaterError
@@ -21,18 +20,13 @@ KEY = Key("team", "chat")
 
 class World:
     def __init__(self) -> None:
-        self.now = 0.0
         self.cache = ObjectCache()
         self.kube = FakeKube(self.cache)
-        self.metrics = Metrics()
         self.reconciler = Reconciler(
             kube=self.kube,  # type: ignore[arg-type]
             cache=self.cache,
-            metrics=self.metrics,
             runtime_image=RUNTIME_IMAGE,
             identity="test",
-            resync_seconds=600,
-            clock=lambda: self.now,
         )
 
     @property
@@ -59,9 +53,7 @@ def world() -> World:
 
 async def test_from_nothing_to_rest(world: World) -> None:
     store_resource(world.kube, make_resource())
-    result = await world.reconciler.reconcile(KEY)
-    assert isinstance(result, RequeueAfter)
-    assert 480 <= result.seconds <= 720
+    assert await world.reconciler.reconcile(KEY) == Done()
     assert world.condition("Ready") == ("False", "Starting")
     world.make_ready()
     await world.reconciler.reconcile(KEY)
@@ -116,6 +108,16 @@ async def test_an_absent_api_server_is_retried_after_its_own_wish(world: World) 
     assert caught.value.after == 7
 
 
+async def test_children_of_a_predecessor_are_looked_at_again_soon(world: World) -> None:
+    store_resource(world.kube, make_resource())
+    await world.reconciler.reconcile(KEY)
+    successor = make_resource()
+    successor["metadata"]["uid"] = "another"
+    store_resource(world.kube, successor)
+    assert isinstance(await world.reconciler.reconcile(KEY), RequeueAfter)
+    assert world.condition("Progressing") == ("True", "WaitingForDeletion")
+
+
 async def test_events_tell_transitions_once(world: World) -> None:
     store_resource(world.kube, make_resource())
     await world.reconciler.reconcile(KEY)
@@ -125,32 +127,6 @@ async def test_events_tell_transitions_once(world: World) -> None:
     notes = [obj["note"] for (_, ref), obj in world.kube.objects.items() if ref.kind.kind == "Event"]
     assert sum(note.startswith("Ready is True") for note in notes) == 1
     assert sum(note.startswith("Accepted is True") for note in notes) == 1
-
-
-async def test_resync_repairs_what_the_watch_missed(world: World) -> None:
-    store_resource(world.kube, make_resource())
-    await world.reconciler.reconcile(KEY)
-    world.kube.take_writes()
-    # A deletion that no watch told.
-    del world.kube.objects["team", ChildRef(SERVICE, "chat")]
-    await world.reconciler.reconcile(KEY)
-    assert world.kube.take_writes() == []
-    world.now += 700
-    await world.reconciler.reconcile(KEY)
-    assert world.kube.take_writes() == [("apply", "Service chat")]
-    assert world.metrics.corrections._value.get() == 1
-    world.now += 700
-    await world.reconciler.reconcile(KEY)
-    assert world.kube.take_writes() == []
-
-
-async def test_resync_notices_that_the_resource_is_gone(world: World) -> None:
-    store_resource(world.kube, make_resource())
-    await world.reconciler.reconcile(KEY)
-    del world.kube.objects["team", ChildRef(INFERENCE, "chat")]
-    world.now += 700
-    assert await world.reconciler.reconcile(KEY) == Done()
-    assert world.cache.resource(KEY) is None
 
 
 async def test_recreated_resource_does_not_get_its_predecessor_s_status(world: World) -> None:

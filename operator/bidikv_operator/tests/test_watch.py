@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,9 @@ from kopf._core.intents import registries  # the registry has no public view of 
 
 from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
-from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD
+from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD, WATCHED_KINDS
 from bidikv_operator.tests.samples import make_resource
-from bidikv_operator.watch import WATCHED_KINDS, WatchAges, build_registry, build_settings, kopf_selector
+from bidikv_operator.watch import WatchAges, build_registry, build_settings, kopf_selector
 
 
 @pytest.fixture
@@ -28,8 +29,8 @@ def test_no_handler_makes_kopf_write(registry: registries.OperatorRegistry) -> N
     assert not registry._spawning.get_all_handlers()
     assert not registry._webhooks.get_all_handlers()
     watched = {handler.selector.plural for handler in registry._watching.get_all_handlers() if handler.selector}
-    indexed = {handler.selector.plural for handler in registry._indexing.get_all_handlers() if handler.selector}
-    assert watched == indexed == {kind.plural for kind in WATCHED_KINDS}
+    assert watched == {kind.plural for kind in WATCHED_KINDS}
+    assert not registry._indexing.get_all_handlers(), "their barrier costs the square of the number of objects"
 
 
 def test_the_default_registry_stays_empty(registry: registries.OperatorRegistry) -> None:
@@ -41,7 +42,6 @@ def test_settings() -> None:
     assert settings.posting.enabled is False
     assert settings.peering.standalone is True
     assert settings.scanning.disabled is True
-    assert settings.queueing.worker_limit is None, "a limit deadlocks the first list of more objects than that"
     selectors = settings.watching.label_selectors
     for kind in (*CHILD_KINDS, POD):
         assert selectors[kopf_selector(kind)] == names.LABEL_OWNER
@@ -83,3 +83,15 @@ async def test_age_of_the_oldest_watch() -> None:
     assert ages.oldest_seconds() == 10
     await request("https://api/api/v1/pods?watch=true")
     assert ages.oldest_seconds() == 0
+
+
+async def test_waiting_for_the_watches() -> None:
+    ages = WatchAges()
+    waiting = asyncio.create_task(ages.wait_for(2))
+    ages.record("/api/v1/pods")
+    ages.record("/api/v1/pods")
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    ages.record("/api/v1/services")
+    async with asyncio.timeout(10):
+        await waiting
