@@ -30,6 +30,8 @@ BLOCK_SIZE = 32
 START_SECONDS = 300.0
 """An engine takes 25 s on an idle machine; the limit is for two cores that are busy with more."""
 STOP_SECONDS = 20.0
+PATIENCE = {"bidikv_lookup_deadline_ms": 2000, "bidikv_validate_deadline_ms": 5000}
+"""Longer than the product's deadlines: the engines share two cores, a slow answer must not pass for a silent source."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -93,6 +95,7 @@ class LocalEngine:
         if self.connector_module is not None:
             config = contract.kv_transfer_config(fabric="TCP", lookup_port=self.lookup_port)
             config["kv_connector_module_path"] = self.connector_module
+            config["kv_connector_extra_config"] |= PATIENCE
             command += ["--kv-transfer-config", json.dumps(config)]
         return [*command, *self.arguments]
 

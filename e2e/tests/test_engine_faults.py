@@ -119,6 +119,12 @@ async def test_client_that_leaves_during_a_read_leaves_nothing(deployment: Deplo
     prefill.cancel()
     with pytest.raises(asyncio.CancelledError):
         await prefill
+
+    async def aborted() -> bool:
+        metrics = await deployment.p.metrics()
+        return metrics.value("vllm:num_requests_running") + metrics.value("vllm:num_requests_waiting") == 0
+
+    await eventually(aborted, "P to abort the request")
     deployment.fault()
     await deployment.assert_no_kv_in_use()
     turn = await deployment.turn(messages)
