@@ -82,6 +82,7 @@ class RequestParser:
         self._target = b""
         self._headers: Headers = []
         self._in_body = False
+        self._keep_alive = False
         self._raw_bytes = 0
         self.body = bytearray()
         """Decoded bytes of a chunked body."""
@@ -131,7 +132,7 @@ class RequestParser:
             raise ApiError(501, "The only supported Transfer-Encoding is 'chunked'.", close=True)
         if hosts > 1 or (hosts == 0 and not http10):
             raise ApiError(400, "A request must have exactly one Host header.", close=True)
-        method, keep_alive = self._parser.get_method(), self._parser.should_keep_alive()
+        method = self._parser.get_method()
         if not codings:
             self._parser = None
         return RequestHead(
@@ -140,7 +141,7 @@ class RequestParser:
             headers=self._headers,
             length=length or 0,
             chunked=bool(codings),
-            keep_alive=keep_alive and not http10,
+            keep_alive=self._keep_alive and not http10,
             expects_continue=expects_continue and not http10,
             http10=http10,
         )
@@ -177,6 +178,10 @@ class RequestParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # later ones are trailers: a proxy may drop them
             self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if not self._in_body:  # asked here: llhttp forgets the Connection header when a message is complete
+            self._keep_alive = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
         if not self.complete:

@@ -59,6 +59,7 @@ class _ResponseParser:
         self._reason = b""
         self._headers: Headers = []
         self._in_body = False
+        self._keep_alive = False
         self.in_chunk = False
         self.complete = False
         self.followed = False
@@ -71,7 +72,7 @@ class _ResponseParser:
         codings = [value.lower() for name, value in self._headers if name.lower() == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]):
             raise ValueError("unknown transfer coding")
-        status, keep_alive = self._parser.get_status_code(), self._parser.should_keep_alive()
+        status = self._parser.get_status_code()
         if not codings:
             self._parser = None
         return ResponseHead(
@@ -80,7 +81,7 @@ class _ResponseParser:
             headers=self._headers,
             length=int(lengths[0]) if lengths else None,
             chunked=bool(codings),
-            keep_alive=keep_alive,
+            keep_alive=self._keep_alive,
         )
 
     def feed(self, data: bytes) -> None:
@@ -101,6 +102,10 @@ class _ResponseParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:
             self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if not self._in_body:  # asked here: llhttp forgets it when a message is complete
+            self._keep_alive = self._parser.should_keep_alive()
 
     def on_chunk_header(self) -> None:
         self.in_chunk = True

@@ -532,6 +532,16 @@ async def test_ambiguous_or_broken_requests_are_refused_and_the_connection_close
     assert rig.exchanges("prefill") + rig.exchanges("decode") == []
 
 
+@pytest.mark.parametrize("sent", [GET + b"connection: close\r\n\r\n", b"GET /health HTTP/1.0\r\n\r\n"])
+async def test_a_client_that_wants_no_other_response_gets_the_end(rig: Rig, sent: bytes) -> None:
+    reader, writer = await rig.connect()
+    writer.write(sent)
+    status, headers, _ = await read_response(reader)
+    assert (status, headers["connection"]) == (200, "close")
+    assert await asyncio.wait_for(reader.read(), WAIT_SECONDS) == b""
+    writer.close()
+
+
 async def test_pipelined_requests_are_answered_in_order(rig: Rig) -> None:
     reader, writer = await rig.connect()
     writer.write(GET + b"\r\n" + raw_turn({**TURN, "stream": False}) + b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n")
