@@ -22,7 +22,7 @@ from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
 from bidikv_operator.health import HealthServer, Pulse
 from bidikv_operator.kinds import INFERENCE, LEASE, WATCHED_KINDS
-from bidikv_operator.kube import ApiError, Kube, TransientError, connect
+from bidikv_operator.kube import ApiError, ForbiddenError, Kube, TransientError, connect
 from bidikv_operator.lease import Lease, LeaseTerms
 from bidikv_operator.metrics import Metrics
 from bidikv_operator.reconcile import Reconciler
@@ -95,6 +95,8 @@ class Operator:
         try:
             if await self._stopped_before(self._check_discovery()):
                 return 0
+            if await self._stopped_before(self._check_rights()):
+                return 0
             if await self._stopped_before(self._lease.acquire()):
                 return 0
             return await self._lead()
@@ -119,6 +121,8 @@ class Operator:
             await self._queue.stop()
             kopf_stop.set()
             await asyncio.wait({kopf_ended}, timeout=STOP_LIMIT_SECONDS)
+            lease.cancel()  # a renewal in between would take the released lease again
+            await asyncio.wait({lease})
             await self._lease.release()
             return 0 if is_clean else 1
         finally:
@@ -207,6 +211,21 @@ class Operator:
         if missing:
             listed = ", ".join(f"{kind.plural} {kind.api_version}" for kind in missing)
             raise StartError(f"the API server does not serve {listed}; use a newer Kubernetes")
+
+    async def _check_rights(self) -> None:
+        """kopf would end with a traceback where one sentence does.
+
+        Raises:
+            StartError: a kind may not be listed.
+        """
+        try:
+            for namespace in self._settings.namespaces or (None,):
+                for kind in WATCHED_KINDS:
+                    await self._kube.try_list(kind, namespace)
+        except ForbiddenError as error:
+            raise StartError(f"{error}; grant get, list and watch on every kind that the chart's roles name") from error
+        except ApiError as error:
+            raise StartError(f"the API server does not answer: {error}") from error
 
     async def _stopped_before(self, step: object) -> bool:
         """Run a step of the start-up; True if a signal came first."""

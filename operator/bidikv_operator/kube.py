@@ -141,6 +141,14 @@ class Kube:
             return False
         return any(resource["name"] == kind.plural for resource in found["resources"])
 
+    async def try_list(self, kind: Kind, namespace: str | None) -> None:
+        """Ask for one object, to learn whether the kind may be listed.
+
+        Raises:
+            ForbiddenError: it may not.
+        """
+        await self._request("GET", kind.path(namespace), query={"limit": "1"})
+
     async def _write(self, method: str, kind: Kind, path: str, **options: Any) -> Object:
         if not self.may_write():
             raise NotLeaderError(f"{method} {path} was not sent: this process does not hold the lease")

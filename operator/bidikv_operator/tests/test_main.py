@@ -24,12 +24,17 @@ class StartingKube:
     def __init__(self) -> None:
         self.missing: tuple[Kind, ...] = ()
         self.errors: list[Exception] = []
+        self.forbidden: Kind | None = None
         self.lease: dict[str, Any] | None = None
 
     async def discover(self, kind: Kind) -> bool:
         if self.errors:
             raise self.errors.pop(0)
         return kind not in self.missing
+
+    async def try_list(self, kind: Kind, namespace: str | None) -> None:
+        if kind == self.forbidden:
+            raise ForbiddenError(f"{kind.plural} is forbidden")
 
     async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any]:
         if self.lease is None:
@@ -59,6 +64,13 @@ async def test_an_api_server_that_refuses() -> None:
     kube = StartingKube()
     kube.errors = [ForbiddenError("no discovery for you")]
     with pytest.raises(module.StartError, match="refuses discovery: no discovery for you"):
+        await make_operator(kube).run()
+
+
+async def test_missing_rights_end_the_start() -> None:
+    kube = StartingKube()
+    kube.forbidden = POD
+    with pytest.raises(module.StartError, match="pods is forbidden; grant get, list and watch"):
         await make_operator(kube).run()
 
 
