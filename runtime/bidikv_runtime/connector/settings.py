@@ -38,8 +38,6 @@ class Settings:
     """A silent source is not asked again for this long."""
     connect_deadline: float = 0.5
     """Limit for the first connection to a source's NIXL side channel."""
-    read_deadline: float = 30.0
-    """A read that has not completed after this is aborted and recomputed."""
     validate_deadline: float = 1.0
     """A source that does not confirm a read within this is taken as gone: the read is discarded."""
     validate_wait: float = 0.005
@@ -67,7 +65,6 @@ _KEYS: Final[dict[str, _Key]] = {
     "bidikv_settle_wait_ms": _Key("settle_wait", 0, 1_000, 1e-3),
     "bidikv_silent_period_seconds": _Key("silent_period", 0, 600),
     "bidikv_connect_deadline_ms": _Key("connect_deadline", 1, 10_000, 1e-3),
-    "bidikv_read_deadline_seconds": _Key("read_deadline", 1, 600),
     "bidikv_validate_deadline_ms": _Key("validate_deadline", 1, 10_000, 1e-3),
     "bidikv_validate_wait_ms": _Key("validate_wait", 0, 100, 1e-3),
     "bidikv_progress_delay_us": _Key("progress_delay_us", 0, 1_000_000, whole=True),

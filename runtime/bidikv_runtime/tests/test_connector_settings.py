@@ -27,9 +27,9 @@ def test_defaults() -> None:
 
 
 def test_milliseconds_become_seconds() -> None:
-    settings = parse_settings({"bidikv_lookup_deadline_ms": 250, "bidikv_read_deadline_seconds": 5}, {}, "h")
+    settings = parse_settings({"bidikv_lookup_deadline_ms": 250, "bidikv_silent_period_seconds": 5}, {}, "h")
     assert settings.lookup_deadline == pytest.approx(0.25)
-    assert settings.read_deadline == 5
+    assert settings.silent_period == 5
 
 
 @pytest.mark.parametrize(
