@@ -7,6 +7,7 @@ reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,6 +22,8 @@ PULL_REASONS: Final = (
     "RegistryUnavailable",
 )
 CONFIG_REASONS: Final = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
+RANDOM_ID: Final = re.compile(r"\b[0-9a-f]{12,}\b|\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
+"""Ids of containers and uids of pods in the container runtime's words: new at every attempt."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,11 @@ def diagnose_pod(pod: Mapping[str, Any]) -> Trouble | None:
         message = scheduled.get("message", "no node fits")
         return Trouble(names.REASON_UNSCHEDULABLE, f"a pod cannot be scheduled: {message}")
     containers = (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ()))
-    return next((trouble for state in containers if (trouble := _diagnose_container(state)) is not None), None)
+    name = pod["metadata"]["name"]
+    return next((trouble for state in containers if (trouble := _diagnose_container(state, name)) is not None), None)
 
 
-def _diagnose_container(container: Mapping[str, Any]) -> Trouble | None:
+def _diagnose_container(container: Mapping[str, Any], pod_name: str) -> Trouble | None:
     name, image = container["name"], container.get("image", "")
     state = container.get("state") or {}
     waiting = state.get("waiting") or {}
@@ -73,9 +77,8 @@ def _diagnose_container(container: Mapping[str, Any]) -> Trouble | None:
             f"image {image} of container {name} cannot be pulled; check its name and spec.imagePullSecrets",
         )
     if reason in CONFIG_REASONS:
-        return Trouble(
-            names.REASON_CONTAINER_CONFIG, f"container {name} cannot be started: {waiting.get('message', reason)}"
-        )
+        words = RANDOM_ID.sub("...", waiting.get("message", reason).replace(pod_name, "..."))
+        return Trouble(names.REASON_CONTAINER_CONFIG, f"container {name} cannot be started: {words}")
     ended = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
     if container.get("ready") or not ended or ended.get("exitCode") == 0:
         return None

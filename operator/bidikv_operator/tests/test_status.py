@@ -18,7 +18,7 @@ from bidikv_operator.status.compute import compute_status
 from bidikv_operator.status.conditions import Condition, build_conditions
 from bidikv_operator.status.pods import diagnose_pod, find_trouble
 from bidikv_operator.status.write import is_same
-from bidikv_operator.tests.samples import make_resource, resolve
+from bidikv_operator.tests.samples import UID, make_resource, resolve
 from bidikv_operator.validate import Problem, Rejected
 
 Object = dict[str, Any]
@@ -224,6 +224,18 @@ def test_pod_troubles(status: Object, reason: str | None, words: str) -> None:
         assert trouble is not None
         assert trouble.reason == reason
         assert words in trouble.message
+
+
+def test_ids_of_one_attempt_are_left_out() -> None:
+    def tell(container: str) -> str:
+        message = f'failed to reserve name "engine_chat-x-1_team_{UID}_0": reserved for "{container}"'
+        trouble = diagnose_pod(pod(containerStatuses=[waiting("CreateContainerError", message=message)]))
+        assert trouble is not None
+        return trouble.message
+
+    assert tell("a" * 64) == tell("0123456789ab" * 5)
+    assert "chat-x-1" not in tell("a" * 64)
+    assert "reserved for" in tell("a" * 64)
 
 
 def test_a_leaving_pod_is_no_trouble() -> None:
