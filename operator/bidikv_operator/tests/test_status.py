@@ -148,8 +148,8 @@ def test_rejected_resource_keeps_telling_of_what_runs() -> None:
         (deployment(2, 2, updated=1), ("True", "AllReplicasReady"), ("True", "RollingOut")),
         # An old pod is still there beside all new ones.
         (deployment(2, 2, replicas=3), ("True", "AllReplicasReady"), ("True", "RollingOut")),
-        # The Deployment's controller has not seen the new spec: its counts say nothing yet.
-        (deployment(2, 2, seen=False), ("False", "Starting"), ("True", "RollingOut")),
+        # The Deployment's controller has not seen the new spec: what was ready still serves.
+        (deployment(2, 2, seen=False), ("True", "AllReplicasReady"), ("True", "RollingOut")),
         ({"metadata": {"generation": 1}, "spec": {"replicas": 1}}, ("False", "Starting"), ("True", "RollingOut")),
         (
             deployment(
