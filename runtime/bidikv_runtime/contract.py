@@ -31,7 +31,7 @@ engines may hold this prompt's KV."""
 SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")
 """Request headers that name the session, first match wins (lower case)."""
 SESSION_BODY_KEYS: Final = ("prompt_cache_key", "conversation_id", "session_id")
-"""Top-level body keys that name the session when no header does. Not ``previous_response_id``: it differs every turn."""
+"""Body keys that name the session when no header does. Not ``previous_response_id``, which differs every turn."""
 
 # --- the connector inside vLLM --------------------------------------------------------------------------------------
 CONNECTOR_CLASS: Final = "NixlConnector"
