@@ -31,6 +31,7 @@ demo: cluster-up images engine  ## Three agent conversations on a real Kubernete
 	@$(PYTHON) -m e2e.demo
 
 test: lint cluster-up images engine  ## All tests
+	@echo "The cluster keeps running after the tests; \`make cluster-down\` stops it."
 	@$(PYTHON) -m pytest
 
 test-unit: setup  ## Tests that need nothing but Python
