@@ -18,7 +18,7 @@ from e2e.demo.engines import EnginePods
 from e2e.demo.workload import ANSWER_TOKENS, CONVERSATIONS, TURNS, Measured, other_requests, user_text
 from e2e.install import NAMESPACE as OPERATOR_NAMESPACE
 from e2e.install import RELEASE, ROOT, install_operator
-from e2e.kubectl import Kubectl
+from e2e.kubectl import Kubectl, Manifest
 
 RESOURCE = Path(__file__).parent / "resource.yaml"
 NAMESPACE = "bidikv-demo"
@@ -34,21 +34,25 @@ def say(text: str) -> None:
     print(f"[demo] {text}", flush=True)
 
 
-def wait_until_ready(kubectl: Kubectl, what: str) -> None:
+def wait_until_ready(kubectl: Kubectl, what: str, seen: dict[str, str] | None = None) -> None:
     """Wait for Ready at the current generation with nothing in progress; print every change of a condition.
+
+    Args:
+        kubectl: bound to the resource's namespace.
+        what: what to say at the end.
+        seen: conditions that need no mention while they stay (``describe_conditions``).
 
     Raises:
         SystemExit: not ready in time; says where to look.
     """
     started = time.monotonic()
-    seen: dict[str, str] = {}
+    seen = dict(seen or {})
     beat = started
     while True:
         found = kubectl.get(names.SHORT_NAME, NAME) or {}
         generation = found.get("metadata", {}).get("generation")
         conditions = {c["type"]: c for c in found.get("status", {}).get("conditions", [])}
-        for kind, condition in conditions.items():
-            text = f"{condition['status']} {condition['reason']}: {condition['message']}"
+        for kind, text in describe_conditions(found).items():
             if seen.get(kind) != text:
                 seen[kind] = text
                 say(f"  {time.monotonic() - started:4.0f} s  {kind} is {text}")
@@ -73,6 +77,12 @@ def wait_until_ready(kubectl: Kubectl, what: str) -> None:
                 f"`kubectl logs -n {OPERATOR_NAMESPACE} deployment/{RELEASE}`"
             )
         time.sleep(1)
+
+
+def describe_conditions(resource: Manifest) -> dict[str, str]:
+    """Condition type -> what it says, as one line."""
+    conditions = resource.get("status", {}).get("conditions", [])
+    return {c["type"]: f"{c['status']} {c['reason']}: {c['message']}" for c in conditions}
 
 
 @contextmanager
@@ -149,10 +159,10 @@ def cluster_versions(kubectl: Kubectl) -> dict[str, str]:
 
 
 def set_reuse(kubectl: Kubectl, mode: contract.ReuseMode) -> None:
-    kubectl.run(
-        "patch", names.SHORT_NAME, NAME, "--type", "merge", "-p", f'{{"spec":{{"kvReuse":{{"mode":"{mode}"}}}}}}'
-    )
-    wait_until_ready(kubectl, f"reuse mode {mode} in force")
+    seen = describe_conditions(kubectl.get(names.SHORT_NAME, NAME) or {})
+    patch = json.dumps({"spec": {"kvReuse": {"mode": mode}}})
+    kubectl.run("patch", names.SHORT_NAME, NAME, "--type", "merge", "--patch", patch)
+    wait_until_ready(kubectl, f"reuse mode {mode} in force", seen)
 
 
 def main() -> None:
