@@ -1,7 +1,7 @@
 # Everything a developer or CI runs. Each target installs what it needs and says what it does; see `make help`.
 PYTHON := .venv/bin/python
 export UV_SYSTEM_CERTS := 1
-export PATH := $(HOME)/.cache/bidikv/tools/bin:$(PATH)
+UV := $(or $(BIDIKV_CACHE),$(HOME)/.cache/bidikv)/tools/bin/uv
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-cluster test-engine lint format generate constraints images engine \
         cluster-up cluster-down cluster-status clean
@@ -53,7 +53,7 @@ generate: setup  ## Regenerate crds/ and the chart's copy from the models
 	@$(PYTHON) -m bidikv_operator.api.crd --write
 
 constraints: setup  ## Resolve constraints.txt anew from pyproject.toml
-	@uv pip compile -q --python-version 3.11 --all-extras --group dev pyproject.toml -o constraints.txt --upgrade
+	@$(UV) pip compile -q --python-version 3.11 --all-extras --group dev pyproject.toml -o constraints.txt --upgrade
 
 clean:  ## Remove build outputs in the tree (the cache stays)
 	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -10,57 +10,32 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Final
 
-HERE = Path(__file__).parent
-REQUIREMENTS = HERE / "requirements.txt"
-MODEL_SCRIPT = HERE / "model.py"
-LINKS = Path("/var/lib/bidikv")
-ENGINE_LINK = LINKS / "engine"
-MODEL_LINK = LINKS / "model"
-SYSTEM_PYTHON = "/usr/bin/python3"
+from e2e.cluster.paths import Paths, find_paths
+from e2e.cluster.progress import ClusterError, run_logged, say
+from e2e.cluster.toolchain import find_uv
+
+HERE: Final = Path(__file__).parent
+REQUIREMENTS: Final = HERE / "requirements.txt"
+MODEL_SCRIPT: Final = HERE / "model.py"
+LINKS: Final = Path("/var/lib/bidikv")
+ENGINE_LINK: Final = LINKS / "engine"
+MODEL_LINK: Final = LINKS / "model"
+SYSTEM_PYTHON: Final = "/usr/bin/python3"
 """Debian's interpreter, at the same path on the host and in the images: pods mount the environment as it is."""
-PATCH_NAME = "bidikv_local_engine.pth"
-PATCH = "import functools, os, time; os.sched_yield = functools.partial(time.sleep, 1e-4)\n"
+PATCH_NAME: Final = "bidikv_local_engine.pth"
+PATCH: Final = "import functools, os, time; os.sched_yield = functools.partial(time.sleep, 1e-4)\n"
 """vLLM's shared-memory queue spins on sched_yield: on two cores, spinning engines starve everything for minutes."""
-
-
-def cache_directory() -> Path:
-    """Where build outputs live: ``BIDIKV_CACHE``, else ``~/.cache/bidikv``."""
-    return Path(os.environ.get("BIDIKV_CACHE") or Path.home() / ".cache" / "bidikv")
+INSTALL_LIMIT_SECONDS: Final = 1800.0
+COMPLETE: Final = ".complete"
 
 
 def key_of(*parts: bytes) -> str:
     """Short content key of a build output."""
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
-
-
-def progress(text: str) -> None:
-    print(f"[engine] {text}", flush=True)
-
-
-def run(argv: list[str], **environment: str) -> None:
-    """Run a step, its output shown only when it fails.
-
-    Raises:
-        SystemExit: the step failed or passed its deadline; the message holds its last lines.
-    """
-    try:
-        done = subprocess.run(
-            argv,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=1800,
-        )
-    except subprocess.TimeoutExpired:
-        raise SystemExit(f"{argv[0]} took over 30 minutes: check the network and run again") from None
-    if done.returncode:
-        raise SystemExit(f"{' '.join(argv[:4])} ... failed:\n" + "\n".join(done.stdout.splitlines()[-20:]))
 
 
 def point(link: Path, target: Path) -> None:
@@ -72,52 +47,72 @@ def point(link: Path, target: Path) -> None:
     fresh.rename(link)
 
 
-def provision_engine(uv: str) -> Path:
-    """The environment with vLLM; returns its folder."""
+def provision_engine(paths: Paths) -> Path:
+    """The environment with vLLM; returns its folder.
+
+    Raises:
+        ClusterError: the interpreter or uv is missing, or the installation failed.
+    """
     if sys.version_info[:2] != (3, 11):
-        raise SystemExit(
-            "the engine environment needs CPython 3.11 at /usr/bin/python3 (Debian 12), "
-            f"found {sys.version_info.major}.{sys.version_info.minor}"
-        )
-    target = cache_directory() / "engine" / key_of(REQUIREMENTS.read_bytes(), PATCH.encode(), sys.version.encode())
-    complete = target / ".complete"
-    if not complete.exists():
-        started = time.monotonic()
-        progress("installing vLLM and NIXL for CPU (about 6 GB, 1 to 5 minutes) ...")
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ClusterError(f"the engine environment needs CPython 3.11 at {SYSTEM_PYTHON} (Debian 12), found {version}")
+    uv = find_uv(paths)
+    if uv is None:
+        raise ClusterError("uv was not found: run `make setup`, which installs it")
+    target = paths.cache / "engine" / key_of(REQUIREMENTS.read_bytes(), PATCH.encode(), sys.version.encode())
+    if not (target / COMPLETE).exists():
         shutil.rmtree(target, ignore_errors=True)
-        run([uv, "venv", "--python", SYSTEM_PYTHON, str(target)])
         python = target / "bin" / "python"
+        log = paths.logs / "engine.log"
+        run_logged(
+            [uv, "venv", "--python", SYSTEM_PYTHON, str(target)],
+            what="Making the engine environment",
+            log=log,
+            limit_seconds=INSTALL_LIMIT_SECONDS,
+        )
         # Bytecode now: the environment is mounted read-only into pods, which could not keep what they compile.
-        run([uv, "pip", "install", "--python", str(python), "--no-deps", "--compile-bytecode", "-r", str(REQUIREMENTS)])
-        site_packages = target / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-        (site_packages / PATCH_NAME).write_text(PATCH)
-        complete.touch()
-        progress(f"engine environment ready after {time.monotonic() - started:.0f} s")
+        options = ("--no-deps", "--compile-bytecode", "-r", str(REQUIREMENTS))
+        run_logged(
+            [uv, "pip", "install", "--python", str(python), *options],
+            what="Installing vLLM and NIXL for CPU (6 GB)",
+            log=log,
+            limit_seconds=INSTALL_LIMIT_SECONDS,
+        )
+        (target / "lib" / "python3.11" / "site-packages" / PATCH_NAME).write_text(PATCH)
+        (target / COMPLETE).touch()
     point(ENGINE_LINK, target)
     return target
 
 
-def provision_model(engine: Path) -> Path:
-    """The demo's model; returns its folder."""
-    target = cache_directory() / "model" / key_of(MODEL_SCRIPT.read_bytes(), REQUIREMENTS.read_bytes())
-    complete = target / ".complete"
-    if not complete.exists():
-        progress("making the demo's random-weight model ...")
+def provision_model(paths: Paths, engine: Path) -> Path:
+    """The demo's model; returns its folder.
+
+    Raises:
+        ClusterError: it could not be made.
+    """
+    target = paths.cache / "model" / key_of(MODEL_SCRIPT.read_bytes(), REQUIREMENTS.read_bytes())
+    if not (target / COMPLETE).exists():
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        run([str(engine / "bin" / "python"), str(MODEL_SCRIPT), str(target)], HF_HUB_OFFLINE="1")
-        complete.touch()
+        run_logged(
+            [str(engine / "bin" / "python"), str(MODEL_SCRIPT), str(target)],
+            what="Making the demo's random-weight model",
+            log=paths.logs / "model.log",
+            limit_seconds=INSTALL_LIMIT_SECONDS,
+            environment=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+        (target / COMPLETE).touch()
     point(MODEL_LINK, target)
     return target
 
 
 def main() -> None:
-    uv = shutil.which("uv") or str(cache_directory() / "tools" / "bin" / "uv")
-    if not Path(uv).exists():
-        raise SystemExit("uv is missing: run `make setup` first")
-    engine = provision_engine(uv)
-    provision_model(engine)
-    progress(f"engine {ENGINE_LINK}, model {MODEL_LINK}")
+    paths = find_paths()
+    try:
+        provision_model(paths, provision_engine(paths))
+    except ClusterError as error:
+        raise SystemExit(str(error)) from None
+    say(f"Engine environment {ENGINE_LINK}, model {MODEL_LINK}.")
 
 
 if __name__ == "__main__":
