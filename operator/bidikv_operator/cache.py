@@ -5,8 +5,9 @@ relists, and what was deleted meanwhile gets no event), a write's answer is know
 and kopf's barrier for them costs the square of the number of objects at start (4200 objects: over 20 CPU seconds, not
 done).
 
-Invariants: of two versions of an object the newer stays (resource versions are ordered within a kind); an object is
-filed under one owner only; nothing here is shared with callers for mutation.
+Invariants: of two versions of an object the newer stays (resource versions are ordered within a kind), and what was
+deleted does not come back by a list or an answer from before its deletion; an object is filed under one owner only;
+nothing here is shared with callers for mutation.
 """
 
 from __future__ import annotations
@@ -74,12 +75,16 @@ class ObjectCache:
     def __init__(self) -> None:
         self._objects: dict[Key, dict[ChildRef, Object]] = defaultdict(dict)
         self._owners: dict[tuple[str, ChildRef], Key] = {}
+        self._deleted: dict[tuple[str, ChildRef], int] = {}
+        """Version of each deletion since the last ``correct`` of its kind, which forgets them."""
 
     def put(self, kind: Kind, obj: Mapping[str, Any]) -> Key | None:
         """File an object as watched or as answered to a write. Returns its owner."""
         ref, key = ChildRef(kind, obj["metadata"]["name"]), owner_key(kind, obj)
         namespace = obj["metadata"]["namespace"]
         previous = self._owners.get((namespace, ref))
+        if self._is_outlived((namespace, ref), obj):
+            return key
         if previous is not None:
             known = self._objects[previous][ref]
             if version_of(obj) < version_of(known):
@@ -95,6 +100,7 @@ class ObjectCache:
     def drop(self, kind: Kind, obj: Mapping[str, Any]) -> Key | None:
         """Forget a deleted object, unless another took its name already. Returns the owner it was filed under."""
         ref, namespace = ChildRef(kind, obj["metadata"]["name"]), obj["metadata"]["namespace"]
+        self._deleted[namespace, ref] = version_of(obj)
         key = self._owners.get((namespace, ref))
         if key is None:
             return owner_key(kind, obj)
@@ -135,6 +141,8 @@ class ObjectCache:
             place = (obj["metadata"]["namespace"], ChildRef(kind, obj["metadata"]["name"]))
             seen.add(place)
             key = self._owners.get(place)
+            if self._is_outlived(place, obj):
+                continue  # its deletion was told while the list was on its way
             if key is None or version_of(self._objects[key][place[1]]) < version_of(obj):
                 concerned |= {key, self.put(kind, obj)}
                 differing += 1
@@ -145,7 +153,14 @@ class ObjectCache:
                 self._remove(*place)
                 concerned.add(key)
                 differing += 1
+        for place, deleted_at in list(self._deleted.items()):
+            if place[1].kind == kind and namespace in (None, place[0]) and deleted_at <= listed_at:
+                del self._deleted[place]  # whatever is listed from now on is from after it
         return differing, {key for key in concerned if key is not None}
+
+    def _is_outlived(self, place: tuple[str, ChildRef], obj: Mapping[str, Any]) -> bool:
+        """Whether this version of an object is from before its deletion."""
+        return 0 <= version_of(obj) <= self._deleted.get(place, -1)
 
     def _remove(self, namespace: str, ref: ChildRef) -> None:
         key = self._owners.pop((namespace, ref))

@@ -93,3 +93,26 @@ def test_correction_concerns_the_listed_namespace_only() -> None:
     assert cache.correct(SERVICE, "elsewhere", [], "20") == (0, set())
     assert cache.correct(SERVICE, None, [], "20") == (1, {KEY})
     assert cache.keys() == []
+
+
+def test_what_was_deleted_while_a_list_was_on_its_way_stays_deleted() -> None:
+    cache = ObjectCache()
+    cache.put(SERVICE, service(5))
+    listed = [service(5)]  # taken at version 6
+    assert cache.drop(SERVICE, service(8)) == KEY
+    assert cache.correct(SERVICE, None, listed, "6") == (0, set())
+    assert cache.keys() == []
+    cache.put(SERVICE, service(7))  # the late answer to a write from before the deletion
+    assert cache.keys() == []
+    assert cache.correct(SERVICE, None, [service(9, uid="new")], "10") == (1, {KEY})  # recreated, and no event told
+
+
+def test_deletions_are_not_remembered_beyond_the_next_list() -> None:
+    cache = ObjectCache()
+    for n in range(100):
+        cache.drop(POD, service(n, name=f"p{n}"))
+    cache.correct(POD, "elsewhere", [], "200")
+    cache.correct(SERVICE, None, [], "200")
+    assert len(cache._deleted) == 100
+    cache.correct(POD, None, [], "200")
+    assert not cache._deleted
