@@ -32,7 +32,7 @@ def compute_status(observed: Observed, checked: Resolved | Rejected, applied: Ap
     accepted = _compute_accepted(checked)
     roles = [_compute_role(role, deployments[role], _pods_of(observed, role)) for role in ROLES]
     progressing = _compute_progressing(checked, applied, deployments, roles)
-    conditions = [accepted, *roles, progressing, _compute_ready(accepted, roles)]
+    conditions = [accepted, *roles, progressing, _compute_ready(accepted, applied, roles)]
     previous = (observed.resource.get("status") or {}).get("conditions") or []
     generation = metadata["generation"]
     return {
@@ -152,7 +152,15 @@ def _is_rolled_out(deployment: Mapping[str, Any]) -> bool:
     )
 
 
-def _compute_ready(accepted: Condition, roles: list[Condition]) -> Condition:
+def _compute_ready(accepted: Condition, applied: Applied, roles: list[Condition]) -> Condition:
+    # A child that could only not be changed still serves; without one of its children the resource does not.
+    missing = tuple(
+        failure
+        for failure in applied.failures
+        if failure.reason == names.REASON_NAME_TAKEN or failure.ref not in applied.children
+    )
+    if missing and accepted.status == "True":
+        return Condition(names.READY, "False", *_explain_failures(missing))
     for condition in (accepted, *roles):
         if condition.status != "True":
             return Condition(names.READY, "False", condition.reason, condition.message)

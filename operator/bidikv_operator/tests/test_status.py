@@ -182,6 +182,23 @@ def test_failures_are_told_together_and_in_order() -> None:
     assert message_of(status, "Progressing") == "Deployment a: refused; Service b: taken"
 
 
+def test_not_ready_without_one_of_its_children() -> None:
+    """The endpoint's Service may belong to somebody else: ready pods alone serve nobody."""
+    taken = Failure(ChildRef(SERVICE, "chat"), names.REASON_NAME_TAKEN, "exists and belongs to something else")
+    status = status_of(ALL_READY, failures=(taken,))
+    assert conditions_of(status)["Ready"] == ("False", "NameTaken")
+    assert message_of(status, "Ready") == "Service chat: exists and belongs to something else"
+    absent = Failure(ChildRef(SERVICE, "chat"), names.REASON_APPLY_FAILED, "exceeded quota")
+    assert conditions_of(status_of(ALL_READY, failures=(absent,)))["Ready"] == ("False", "ApplyFailed")
+
+
+def test_ready_while_a_child_can_only_not_be_changed() -> None:
+    refused = Failure(ChildRef(DEPLOYMENT, "chat-decode"), names.REASON_APPLY_FAILED, "exceeded quota")
+    status = status_of(ALL_READY, failures=(refused,))
+    assert conditions_of(status)["Ready"] == ("True", "Ready")
+    assert conditions_of(status)["Progressing"] == ("False", "ApplyFailed")
+
+
 def test_waiting_for_a_predecessor() -> None:
     status = status_of(ALL_READY, waiting_for=(ChildRef(SERVICE, "chat"),))
     assert conditions_of(status)["Progressing"] == ("True", "WaitingForDeletion")
