@@ -18,6 +18,23 @@ import threading
 from collections.abc import Iterable, Sequence
 
 
+def compute_final_tokens(found: int, computed: int, in_flight: int, total: int) -> int:
+    """Leading tokens of a finished request whose KV is certainly written, its own and what it found in the cache.
+
+    vLLM caches a block when it schedules its computation. So what a request found at its admission may be computed by
+    another request in the very step in which this one starts, and an abort can come before that step has ended. A step
+    of this request that has ended is the proof that they are written: it ran with or after theirs.
+
+    Args:
+        found: tokens found in the local prefix cache at the request's (last) admission.
+        computed: vLLM's count of computed tokens, what was found included.
+        in_flight: of these, tokens of steps that have not ended.
+        total: all tokens, prompt and output; the last one was sampled and has no KV yet.
+    """
+    ended = computed - in_flight
+    return max(0, min(ended, total - 1)) if ended > found else 0
+
+
 class PublicationIndex:
     """Published blocks: at most one entry per block of the pool, so its size is bounded by the pool."""
 

@@ -4,7 +4,8 @@ Everything here runs in vLLM's scheduler thread. Two rules make it safe:
 
 - A block is published when its request finishes, before vLLM frees it, and carries a re-use watcher from then on: vLLM
   calls it inside ``get_new_blocks``, before the block can be written again.
-- Of a finished request only those blocks are published whose tokens were computed in steps that have ended.
+- Of a finished request only those blocks are published whose tokens were computed in steps that have ended, by this
+  request or by the one whose blocks it found in the prefix cache (``compute_final_tokens``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from bidikv_runtime.connector import wire
 from bidikv_runtime.connector.compatibility import compute_compatibility, validate_engine
-from bidikv_runtime.connector.index import PublicationIndex
+from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
 from bidikv_runtime.connector.lookup_client import LookupClient
 from bidikv_runtime.connector.lookup_server import LookupServer
 from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata
@@ -47,6 +48,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._digest = self._compatibility.digest()
         self._client = LookupClient(settings.silent_period)
         self._pool: Any = None
+        self._found: dict[str, int] = {}
+        """Tokens that an unfinished request found in the local prefix cache."""
         self._reuses: dict[str, Reuse] = {}
         self._reads: dict[str, tuple[Read, list[int]]] = {}
         """Reads to be handed to the workers with this step's metadata, and the local blocks they fill."""
@@ -82,13 +85,15 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Publish the request's full blocks. Never delays their freeing: they stay readable until they are re-used."""
         self._reuses.pop(request.request_id, None)
+        found = self._found.pop(request.request_id, 0)
         if self._loading.pop(request.request_id, None) is not None:
             # Aborted during the read: num_computed_tokens already counts tokens whose KV has not arrived.
             return False, None
-        # The last sampled token has no KV; a step in flight may not have written its tokens' KV yet.
-        computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
+        final = compute_final_tokens(
+            found, request.num_computed_tokens, request.num_in_flight_tokens, request.num_tokens
+        )
         hashes = self._hashes(request)
-        count = min(max(0, computed) // self.block_size, len(block_ids[0]), len(hashes))
+        count = min(final // self.block_size, len(block_ids[0]), len(hashes))
         if count:
             new = self.index.publish([bytes(hashes[i]) for i in range(count)], block_ids[0][:count])
             if new:
@@ -117,6 +122,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             ``(None, False)`` to be asked again while sources may still answer, else ``(tokens, True)`` for a read, or
             ``(0, False)``.
         """
+        self._found[request.request_id] = num_computed_tokens
         if not request.kv_transfer_params or request.skip_reading_prefix_cache:
             return 0, False
         local = num_computed_tokens // self.block_size

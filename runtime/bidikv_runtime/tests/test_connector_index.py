@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from bidikv_runtime.connector.index import PublicationIndex
+from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
 
 A, B, C, D = b"hash-a", b"hash-b", b"hash-c", b"hash-d"
 
@@ -17,6 +17,30 @@ def published(hashes: list[bytes], blocks: list[int]) -> PublicationIndex:
     index = PublicationIndex()
     index.publish(hashes, blocks)
     return index
+
+
+@pytest.mark.parametrize(
+    ("found", "computed", "in_flight", "total", "final"),
+    [
+        (0, 100, 0, 101, 100),  # finished: the sampled token has no KV
+        (0, 101, 1, 101, 100),  # asynchronous scheduling: the next step is under way
+        (96, 97, 0, 98, 97),
+        (96, 100, 0, 100, 99),
+        (0, 64, 64, 500, 0),  # aborted in its first step
+        (0, 128, 64, 500, 64),  # aborted in its second
+        # Aborted in its first step, which may be the one that computes what it found:
+        (96, 500, 404, 500, 0),
+        (96, 96, 0, 500, 0),
+        (96, 160, 64, 500, 0),
+        (96, 224, 64, 500, 160),
+        (96, 0, 0, 500, 0),  # preempted
+        (0, 0, 64, 500, 0),
+    ],
+)
+def test_only_what_an_ended_step_proves_is_final(
+    found: int, computed: int, in_flight: int, total: int, final: int
+) -> None:
+    assert compute_final_tokens(found, computed, in_flight, total) == final
 
 
 @pytest.mark.parametrize(
