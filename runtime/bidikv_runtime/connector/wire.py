@@ -125,5 +125,5 @@ def _decode(decoder: Any, data: bytes) -> Any:
         raise WireError(f"a message of {len(data)} bytes is over the limit of {MAXIMUM_BYTES}")
     try:
         return decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter: an appended field may nest without end
         raise WireError(f"a message cannot be decoded: {error}") from None

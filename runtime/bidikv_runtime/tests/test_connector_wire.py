@@ -82,6 +82,15 @@ def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
             decode(data)
 
 
+@pytest.mark.parametrize("message", [wire.Validate(1, 1, 1, [1], [1]), wire.Validated(1, 1, 1)])
+def test_endless_nesting_in_an_appended_field_is_refused(message: wire.Request | wire.Reply) -> None:
+    plain = wire.encode(message)
+    longer = bytes([plain[0] + 1]) + plain[1:] + b"\x91" * 100_000 + b"\x00"  # one field more: arrays in arrays
+    decode = wire.decode_request if isinstance(message, wire.Validate) else wire.decode_reply
+    with pytest.raises(wire.WireError, match="recursion"):
+        decode(longer)
+
+
 @given(st.lists(numbers, max_size=20), st.integers(0, 2**32), st.integers(0, 2**62))
 def test_fields_appended_by_a_later_release_are_skipped(blocks: list[int], sequence: int, epoch: int) -> None:
     message = wire.Validate(wire.VERSION, sequence, epoch, blocks, blocks)
