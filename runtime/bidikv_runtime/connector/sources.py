@@ -31,13 +31,19 @@ class SourcesError(ValueError):
     """The request's sources cannot be used."""
 
 
-def parse_sources(params: Mapping[str, Any] | None) -> tuple[Source, ...]:
+def parse_sources(params: Any) -> tuple[Source, ...]:
     """Sources named in a request's ``kv_transfer_params``, without repeats, at most ``MAXIMUM_SOURCES``.
+
+    The params may be of any type: vLLM checks that of its own field only, not of ``vllm_xargs``.
 
     Raises:
         SourcesError: one sentence that names the bad value.
     """
-    if not params or contract.SOURCES_PARAM not in params:
+    if not params:
+        return ()
+    if not isinstance(params, Mapping):
+        raise SourcesError(f"{contract.KV_TRANSFER_PARAMS} is a {type(params).__name__}: it must be an object")
+    if contract.SOURCES_PARAM not in params:
         return ()
     value = params[contract.SOURCES_PARAM]
     if not isinstance(value, list | tuple):

@@ -105,6 +105,12 @@ def test_bad_sources_are_refused(value: Any) -> None:
         parse_sources({contract.SOURCES_PARAM: value})
 
 
+@pytest.mark.parametrize("params", [contract.SOURCES_PARAM, [contract.SOURCES_PARAM], 5, 2.5, True])
+def test_params_that_are_no_object_are_refused(params: Any) -> None:
+    with pytest.raises(SourcesError, match=f"{contract.KV_TRANSFER_PARAMS} is a {type(params).__name__}"):
+        parse_sources(params)
+
+
 def test_more_sources_than_the_limit_are_not_asked() -> None:
     sources = parse_sources({contract.SOURCES_PARAM: [f"10.0.0.1:{port}" for port in range(1, 100)]})
     assert len(sources) == MAXIMUM_SOURCES
