@@ -21,6 +21,10 @@ STOP_SECONDS: Final = 5.0
 """How long ``stop`` waits for the thread, which is at most in the middle of one answer."""
 QUEUE_LENGTH: Final = 64
 """Messages queued per reader, in each direction; zmq drops what is over, and the reader's deadline covers it."""
+KEEPALIVE_IDLE_SECONDS: Final = 60
+KEEPALIVE_INTERVAL_SECONDS: Final = 15
+KEEPALIVE_PROBES: Final = 4
+"""A reader whose machine vanished never closes its connection: without probes each would cost a descriptor for ever."""
 
 
 class LookupPortError(RuntimeError):
@@ -66,6 +70,10 @@ class LookupServer:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAXIMUM_BYTES)
         self._socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
         self._socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_SECONDS)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_SECONDS)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
         address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
             if port:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import zmq
@@ -123,6 +124,21 @@ def test_garbage_is_dropped_and_the_port_goes_on(client: LookupClient, frames: l
             dealer.send_multipart(frames)
             found = answered(client, ask_lookup(client, source))
         assert isinstance(found, wire.Found)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc/net/tcp")
+def test_a_reader_that_vanished_is_noticed(client: LookupClient) -> None:
+    """The kernel probes an idle connection (timer 02); only that ends one whose other side never says so."""
+    with serving(holding(1)) as source:
+        answered(client, ask_lookup(client, source))
+        established, probing, timer = "01", "02", ""
+        end = time.monotonic() + PATIENCE
+        while timer != probing and time.monotonic() < end:  # for a moment it still waits for an acknowledgement
+            connections = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+            [accepted] = [c for c in connections if c[1].endswith(f":{source.port:04X}") and c[3] == established]
+            timer = accepted[5].split(":")[0]
+            time.sleep(0.01)
+        assert timer == probing
 
 
 def test_a_port_in_use_is_one_sentence() -> None:
