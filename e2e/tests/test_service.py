@@ -6,7 +6,9 @@ Uses the demo's resource in the demo's namespace, so that engines which ``make d
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +18,13 @@ import pytest
 
 from bidikv_operator import names
 from bidikv_runtime import contract
+from e2e.cluster.paths import find_external_kubeconfig, find_paths
 from e2e.demo.__main__ import NAME, NAMESPACE, RESOURCE, prefill_cache_tokens, service_url, wait_until_ready
 from e2e.demo.client import Message, stream_chat
 from e2e.demo.engines import EnginePods
 from e2e.demo.workload import NEW_TOKENS_PER_TURN, user_text
+from e2e.install import NAMESPACE as OPERATOR_NAMESPACE
+from e2e.install import RELEASE
 from e2e.kubectl import Kubectl, eventually
 
 pytestmark = pytest.mark.cluster
@@ -133,6 +138,21 @@ def test_the_resource_owns_all_it_needs(service: Service) -> None:
     for child in children:
         owner = child["metadata"]["ownerReferences"][0]
         assert (owner["kind"], owner["name"], owner["controller"]) == (names.KIND, NAME, True)
+
+
+def test_an_idle_operator_only_renews_its_lease(service: Service) -> None:
+    """Over a minute at rest, as the API server's audit log tells. Reconciles at rest: ``test_operator.py``."""
+    if find_external_kubeconfig(find_paths()) is not None:
+        pytest.skip("the audit log of another cluster cannot be read")
+    with find_paths().audit_log.open() as log:
+        log.seek(0, io.SEEK_END)
+        time.sleep(60)
+        entries = [json.loads(line) for line in log if line.endswith("\n")]
+    account = f"system:serviceaccount:{OPERATOR_NAMESPACE}:{RELEASE}"
+    objects = [entry.get("objectRef", {}) for entry in entries if entry["user"]["username"] == account]
+    watched = (OPERATOR_NAMESPACE, service.kubectl.namespace)
+    written = {found["resource"] for found in objects if found.get("namespace") in watched}
+    assert written == {"leases"}
 
 
 @pytest.mark.parametrize("kind", ["configmap", "service", "poddisruptionbudget", "rolebinding"])
