@@ -333,6 +333,25 @@ def test_a_foreign_object_is_left_alone(world: World) -> None:
     world.wait_until_settled()
 
 
+def test_a_pod_that_is_deleted_while_it_starts_ends(world: World) -> None:
+    """With so little CPU the router imports for many seconds, in which it has no handler for SIGTERM yet."""
+    idle = {"replicas": 0, "gpusPerPod": 0}
+    cpu = {"requests": {"cpu": "50m"}, "limits": {"cpu": "50m"}}
+    router = {"replicas": 1, "podTemplate": {"spec": {"containers": [{"name": "router", "resources": cpu}]}}}
+    world.kubectl.apply(make_resource(prefill=idle, decode=idle, router=router))
+    world.operator()
+
+    def is_running() -> bool:
+        states = [state for pod in world.kubectl.find("pods") for state in pod["status"].get("containerStatuses", [])]
+        return any("running" in state["state"] for state in states)
+
+    eventually(is_running, "the router's container to run", WAIT, every=0.1)
+    (pod,) = world.kubectl.find("pods")
+    world.kubectl.run("delete", "bidikvinference", "chat")
+    eventually(lambda: not world.kubectl.find("pods"), "the pod to go", 3 * WAIT)
+    assert pod["spec"]["terminationGracePeriodSeconds"] > 4 * WAIT, "it did not just wait for the kubelet's SIGKILL"
+
+
 def test_image_troubles_are_told(world: World) -> None:
     """``imagePullPolicy: Never`` of an image that no node has: a sentence is made of it, and nothing is pulled."""
     never = {
