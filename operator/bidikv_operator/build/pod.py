@@ -93,9 +93,9 @@ def build_engine_template(resolved: Resolved, role: names.Role) -> Manifest:
         "serviceAccountName": engine_account_name(resolved),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        # The kernel ignores SIGTERM for the first process of a process namespace until that has a handler, which vLLM has
-        # only after its imports: a pod deleted while it starts would live on for its whole grace period. In a namespace
-        # that the pod shares, the first process is the pause container's.
+        # The kernel ignores SIGTERM for the first process of a process namespace until that has a handler, which vLLM
+        # has only after its imports: a pod deleted while it starts would live on for its whole grace period. In a
+        # namespace that the pod shares, the first process is the pause container's.
         "shareProcessNamespace": True,
         "terminationGracePeriodSeconds": ENGINE_LEAVE_SECONDS + engine.DRAIN_SECONDS + GRACE_MARGIN_SECONDS,
         "initContainers": [_build_installer(resolved)],
