@@ -193,8 +193,9 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.deadline = self._loop.time() + self._limits.body_idle_seconds
 
     def on_deadline(self) -> None:
-        """The server's sweep: the client was idle or too slow."""
-        if self._state in (_State.BODY, _State.CHUNKED_BODY) or self._pending:
+        """The server's sweep: the client was idle or too slow, or does not read the end of what it was sent."""
+        leaving = self._transport is None or self._transport.is_closing()
+        if not leaving and (self._state in (_State.BODY, _State.CHUNKED_BODY) or self._pending):
             self._refuse(ApiError(408, "The request did not arrive in time.", close=True))
         else:
             self.abort()
@@ -347,6 +348,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._closed or self._transport is None:
             return
         if self.will_close:
+            self.deadline = self._loop.time() + self._limits.keep_alive_seconds  # closing waits for a client that reads
             self._transport.close()
             return
         self._head = self._parser = None

@@ -12,8 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from bidikv_runtime.router.deadlines import Deadlines
 from bidikv_runtime.router.endpoints import Pools
+from bidikv_runtime.router.http1 import build_local_response
 from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.server import ClientConnection, Request, Server
 from bidikv_runtime.tests.router_engine import WAIT_SECONDS, Exchange, answer, answer_with, hang
 from bidikv_runtime.tests.router_rig import Rig, Role, read_response, running_rig
 
@@ -473,6 +476,28 @@ async def test_a_client_that_is_too_slow_gets_408(sent: bytes) -> None:
         writer.write(sent)
         assert (await read_response(reader))[0] == 408
         writer.close()
+
+
+async def test_a_client_that_does_not_read_the_end_of_its_last_answer_is_dropped() -> None:
+    served = asyncio.Event()
+
+    async def application(request: Request, client: ClientConnection) -> None:
+        client.write(build_local_response(200, bytes(64 * 1024 * 1024), close=client.will_close))
+        served.set()
+
+    loop = asyncio.get_running_loop()
+    server = Server(loop, application, Limits(keep_alive_seconds=0.5), Deadlines(loop), lambda error: None)
+    port = await server.listen("127.0.0.1", 0)
+    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+    writer.write(GET + b"connection: close\r\n\r\n")
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            await served.wait()
+            while server.connections:  # noqa: ASYNC110 -- nothing announces it
+                await asyncio.sleep(0.01)
+    finally:
+        writer.transport.abort()
+        await server.close()
 
 
 async def test_an_idle_client_connection_is_closed() -> None:
