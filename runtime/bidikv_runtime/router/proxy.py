@@ -129,8 +129,9 @@ class Proxy:
     # --- routes ---
 
     def _choose_route(self, method: bytes, path: bytes) -> Route:
-        if b"%" in path and method == b"POST":  # the engine would decode it, past the checks here
-            raise ApiError(404, "The path must not contain percent-encoded characters.")
+        # The engine would decode the one and cut off the other, past the checks here.
+        if method == b"POST" and (b"%" in path or b"#" in path):
+            raise ApiError(404, "The path must not contain percent-encoded characters or '#'.")
         if path in _REFUSED:
             raise ApiError(404, "Adapters are not managed through the router; give them to the engines at start.")
         if method == b"POST":

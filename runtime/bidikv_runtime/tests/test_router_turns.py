@@ -11,7 +11,7 @@ import pytest
 import yarl
 
 from bidikv_runtime.tests.router_engine import answer_with
-from bidikv_runtime.tests.router_rig import Rig, running_rig
+from bidikv_runtime.tests.router_rig import Rig, read_response, running_rig
 
 CHAT = "/v1/chat/completions"
 TURN: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 7}
@@ -142,6 +142,15 @@ async def test_what_the_router_does_not_serve_reaches_no_engine(rig: Rig, method
     async with rig.http.request(method, yarl.URL(rig.url + path, encoded=True)) as response:
         assert response.status == status
         assert "message" in (await response.json())["error"]
+    assert rig.exchanges("decode") == []
+
+
+async def test_a_fragment_does_not_hide_a_path(rig: Rig) -> None:
+    reader, writer = await rig.connect()
+    # uvicorn would cut the fragment off
+    writer.write(b"POST /v1/load_lora_adapter#x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}")
+    assert (await read_response(reader))[0] == 404
+    writer.close()
     assert rig.exchanges("decode") == []
 
 
