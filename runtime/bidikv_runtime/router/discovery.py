@@ -165,6 +165,8 @@ class EndpointWatch:
                     await asyncio.sleep(_BACKOFF_SECONDS[0])
                 except WatchExpired:
                     version = ""
+                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # it may expire again at once
+                    delay = min(longest, delay * 2)
                 except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
                     version = ""
                     logger.warning(

@@ -214,6 +214,16 @@ async def test_an_expired_version_is_listed_again(in_stream: bool) -> None:
     assert api.watched_versions[-1] == "90"
 
 
+async def test_versions_that_expire_at_once_are_not_listed_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(discovery.random, "uniform", lambda low, high: pauses.append(high) or high)
+    api = FakeApiServer(slices=[slice_of("d-1", "d", ("10.0.1.1", READY))], expired={"1"})
+    async with watching(api), asyncio.timeout(WAIT_SECONDS):
+        while api.lists < 4:  # noqa: ASYNC110 -- the stand-in announces nothing
+            await asyncio.sleep(0.001)
+        assert len(pauses) >= 3
+
+
 @pytest.mark.parametrize("line", [b"not json\n", b'{"type":"ERROR","object":{"code":500}}\n'])
 async def test_failures_keep_the_last_snapshot_and_are_tried_again(line: bytes) -> None:
     api = FakeApiServer(slices=[slice_of("d-1", "d", ("10.0.1.1", READY))])
