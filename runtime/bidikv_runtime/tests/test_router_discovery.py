@@ -216,7 +216,12 @@ async def test_an_expired_version_is_listed_again(in_stream: bool) -> None:
 
 async def test_versions_that_expire_at_once_are_not_listed_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(discovery.random, "uniform", lambda low, high: pauses.append(high) or high)
+
+    def draw(low: float, high: float) -> float:
+        pauses.append(high)
+        return high
+
+    monkeypatch.setattr("random.uniform", draw)
     api = FakeApiServer(slices=[slice_of("d-1", "d", ("10.0.1.1", READY))], expired={"1"})
     async with watching(api), asyncio.timeout(WAIT_SECONDS):
         while api.lists < 4:  # noqa: ASYNC110 -- the stand-in announces nothing
