@@ -176,7 +176,7 @@ class Proxy:
         if turn.route == "models":
             return []
         if turn.route == "passed" and _is_multipart(request):
-            return [request.body]  # files (audio): vLLM takes no kv_transfer_params from forms
+            return [request.body]  # files (audio): a form has no field that takes kv_transfer_params as an object
         fields = check_fields(request.body)
         turn.session = derive_session(request.head.headers, fields)
         if turn.route == "passed":
@@ -299,7 +299,7 @@ class Proxy:
             await connection.relay(write_first)
         except UpstreamError as error:
             self._metrics.broken_streams.inc()
-            logger.warning("%s broke off its answer: %s", connection.endpoint.address, error)
+            logger.warning("The answer of %s broke off: %s", connection.endpoint.address, error)
             self._end_broken(client, connection, head, ends_with_connection)
             raise
         finally:

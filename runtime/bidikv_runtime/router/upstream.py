@@ -48,7 +48,7 @@ class ConnectionLost(UpstreamError):
 
 
 class AnswerTimedOut(UpstreamError):
-    """The engine was silent for too long."""
+    """Nothing moved for too long: the engine was silent, or its client did not read."""
 
 
 class _ResponseParser:
@@ -274,7 +274,8 @@ class UpstreamConnection(asyncio.Protocol):
     def on_deadline(self) -> None:
         """The pool's sweep: idle too long, or silent too long."""
         if not self.idle:
-            self._fail(AnswerTimedOut("the engine was silent for too long"))
+            who = "the client took nothing" if self._paused_by_client else "the engine was silent"
+            self._fail(AnswerTimedOut(f"{who} for too long"))
         self.abort()
 
     # --- inside ---

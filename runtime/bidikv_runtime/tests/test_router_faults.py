@@ -366,6 +366,22 @@ async def test_a_slow_client_slows_its_engine(rig: Rig) -> None:
     writer.close()
 
 
+async def test_a_stalled_client_is_not_blamed_on_its_engine(caplog: pytest.LogCaptureFixture) -> None:
+    async def flood(exchange: Exchange) -> None:
+        await exchange.send_stream_head()
+        while not exchange.closed_by_router.is_set():
+            await exchange.send_chunk(b"x" * 65536)
+
+    async with running_rig(prefill=1, decode=1, limits=Limits(decode_idle_seconds=0.3)) as rig:
+        rig.behave("decode", flood)
+        _, writer = await rig.connect()
+        writer.write(raw_turn())
+        exchange = await rig.next_exchange("decode")
+        await exchange.wait_closed_by_router()
+        await until_metric(rig, "bidikv_router_broken_streams_total 1.0")
+    assert "broke off: the client took nothing for too long" in caplog.text
+
+
 async def test_a_client_that_neither_reads_nor_sends_any_more_is_gone(rig: Rig) -> None:
     async def flood(exchange: Exchange) -> None:
         await exchange.send_stream_head()
