@@ -172,6 +172,8 @@ class Operator:
 
     async def _watch(self, stop: asyncio.Event) -> None:
         """Run kopf. Returns when ``stop`` is set, raises or returns when a watch failed for good."""
+        # Again: the wait for the lease may have been long, and kopf would wait for ever for a kind that has gone.
+        await self._check_discovery()
         existing = asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
             registry=build_registry(self._cache, self._queue.add, self._ages),

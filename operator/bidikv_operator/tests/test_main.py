@@ -92,6 +92,25 @@ async def test_a_candidate_that_waits_ends_cleanly_at_a_signal() -> None:
         assert await running == 0
 
 
+async def test_a_kind_that_goes_while_the_lease_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    class Later(StartingKube):
+        async def create_lease(self, manifest: dict[str, Any]) -> dict[str, Any]:
+            self.missing = (INFERENCE,)
+            self.lease = manifest
+            return manifest
+
+        async def replace_lease(self, manifest: dict[str, Any]) -> dict[str, Any]:
+            self.lease = manifest
+            return manifest
+
+    kube = Later()
+    async with asyncio.timeout(DEADLINE):
+        assert await make_operator(kube).run() == 1
+    assert "install the CRD" in caplog.text
+    assert kube.lease is not None
+    assert kube.lease["spec"]["holderIdentity"] == "", "another candidate may lead at once"
+
+
 async def test_kopf_is_told_who_it_is_and_where_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left to itself it asks for the user's name, and ends where the uid has none."""
     told: dict[str, Any] = {}
