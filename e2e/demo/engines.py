@@ -21,11 +21,12 @@ def parse_totals(text: str) -> dict[str, float]:
 
 
 class EnginePods:
-    """The ready pods of one role of one resource."""
+    """The pods of one role of one resource, without those that a rollout is ending."""
 
     def __init__(self, kubectl: Kubectl, owner: str, role: str) -> None:
         self.kubectl = kubectl
-        self.names = [p["metadata"]["name"] for p in kubectl.find("pods", f"{LABEL_OWNER}={owner},{LABEL_ROLE}={role}")]
+        pods = kubectl.find("pods", f"{LABEL_OWNER}={owner},{LABEL_ROLE}={role}")
+        self.names = [pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
     def totals(self) -> dict[str, float]:
         """Counters summed over the pods."""

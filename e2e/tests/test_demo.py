@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from e2e.demo.engines import parse_totals
+from e2e.demo.engines import EnginePods, parse_totals
 from e2e.demo.report import summarise, table
 from e2e.demo.workload import CONVERSATIONS, NEW_TOKENS_PER_TURN, TURNS, Measured, other_requests, user_text
+from e2e.kubectl import Kubectl, Manifest
 
 
 @given(st.integers(2, TURNS), st.integers(1, 100_000))
@@ -56,3 +57,11 @@ def test_one_different_text_makes_the_outputs_unequal() -> None:
 def test_counters_are_summed_over_their_labels() -> None:
     text = '# HELP a_total x\na_total{engine="0"} 3.0\na_total{engine="1",x="y"} 4\nb 1e3\n'
     assert parse_totals(text) == {"a_total": 7.0, "b": 1000.0}
+
+
+def test_pods_that_a_rollout_is_ending_are_not_asked() -> None:
+    class Rolling(Kubectl):
+        def find(self, kind: str, selector: str = "") -> list[Manifest]:
+            return [{"metadata": {"name": "new"}}, {"metadata": {"name": "old", "deletionTimestamp": "now"}}]
+
+    assert EnginePods(Rolling("kubectl", "none"), "demo", "prefill").names == ["new"]
