@@ -100,7 +100,7 @@ class ObjectCache:
     def drop(self, kind: Kind, obj: Mapping[str, Any]) -> Key | None:
         """Forget a deleted object, unless another took its name already. Returns the owner it was filed under."""
         ref, namespace = ChildRef(kind, obj["metadata"]["name"]), obj["metadata"]["namespace"]
-        self._deleted[namespace, ref] = version_of(obj)
+        self._deleted[namespace, ref] = max(version_of(obj), self._deleted.get((namespace, ref), -1))
         key = self._owners.get((namespace, ref))
         if key is None:
             return owner_key(kind, obj)

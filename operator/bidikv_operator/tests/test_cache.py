@@ -102,6 +102,7 @@ def test_what_was_deleted_while_a_list_was_on_its_way_stays_deleted() -> None:
     assert cache.drop(SERVICE, service(8)) == KEY
     assert cache.correct(SERVICE, None, listed, "6") == (0, set())
     assert cache.keys() == []
+    cache.drop(SERVICE, service(5))  # the operator itself forgets what it had seen
     cache.put(SERVICE, service(7))  # the late answer to a write from before the deletion
     assert cache.keys() == []
     assert cache.correct(SERVICE, None, [service(9, uid="new")], "10") == (1, {KEY})  # recreated, and no event told
