@@ -85,6 +85,7 @@ class Operator:
             limit=settings.queue_limit,
             observer=QueueObserver(on_run=self._metrics.record_run),
         )
+        self._watch_fault: str | None = None
         self._health = HealthServer(self._read_pulse, self._refresh_metrics, self._metrics)
 
     async def run(self) -> int:
@@ -114,7 +115,7 @@ class Operator:
             await asyncio.wait({lease, work, stop, kopf_ended}, return_when=asyncio.FIRST_COMPLETED)
             is_clean = stop.done() and not lease.done()
             if not is_clean:
-                logger.error("Stopping: %s", _explain({lease, work, kopf_ended}))
+                logger.error("Stopping: %s", self._watch_fault or _explain({lease, work, kopf_ended}))
             work.cancel()
             await asyncio.wait({work})
             # First the writers, then the watches, then the lease: the next leader must find nobody writing.
@@ -185,8 +186,15 @@ class Operator:
             namespaces=self._settings.namespaces,
             stop_flag=stop,
         )
+        for task in tasks:
+            task.add_done_callback(self._note_watch_fault)
         self._handle_signals()  # kopf has just taken the signals for itself
         await kopf.run_tasks(tasks, ignored=existing)
+
+    def _note_watch_fault(self, task: asyncio.Task[Any]) -> None:
+        """kopf ends seconds after a watch failed, and before that it cancels the workers: they would be blamed."""
+        if self._watch_fault is None and not task.cancelled() and task.exception() is not None:
+            self._watch_fault = f"a watch failed: {task.exception()}"
 
     async def _check_discovery(self) -> None:
         """kopf silently ignores kinds that are not served at its start, so look before.

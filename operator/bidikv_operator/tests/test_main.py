@@ -41,6 +41,14 @@ class StartingKube:
             raise NotFoundError("no lease")
         return self.lease
 
+    async def create_lease(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        self.lease = manifest
+        return manifest
+
+    async def replace_lease(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        self.lease = manifest
+        return manifest
+
 
 def make_operator(kube: StartingKube) -> module.Operator:
     return module.Operator(SETTINGS, kube)  # type: ignore[arg-type]
@@ -96,12 +104,7 @@ async def test_a_kind_that_goes_while_the_lease_is_waited_for(caplog: pytest.Log
     class Later(StartingKube):
         async def create_lease(self, manifest: dict[str, Any]) -> dict[str, Any]:
             self.missing = (INFERENCE,)
-            self.lease = manifest
-            return manifest
-
-        async def replace_lease(self, manifest: dict[str, Any]) -> dict[str, Any]:
-            self.lease = manifest
-            return manifest
+            return await super().create_lease(manifest)
 
     kube = Later()
     async with asyncio.timeout(DEADLINE):
@@ -127,6 +130,30 @@ async def test_kopf_is_told_who_it_is_and_where_to_watch(monkeypatch: pytest.Mon
     await make_operator(StartingKube())._watch(asyncio.Event())
     assert told["identity"] == SETTINGS.identity
     assert (told["standalone"], told["clusterwide"], told["namespaces"]) == (True, True, ())
+
+
+async def test_a_failed_watch_is_named_and_not_the_workers_that_kopf_cancels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise RuntimeError("404 page not found")
+
+    async def spawn_tasks(**_: Any) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(fail())]
+
+    async def run_tasks(tasks: list[asyncio.Task[None]], *, ignored: set[asyncio.Task[Any]]) -> None:
+        await asyncio.wait(tasks)
+        for task in asyncio.all_tasks():
+            if task.get_name() == "work":
+                task.cancel()
+        await asyncio.sleep(DEADLINE)
+
+    monkeypatch.setattr("kopf.spawn_tasks", spawn_tasks)
+    monkeypatch.setattr("kopf.run_tasks", run_tasks)
+    monkeypatch.setattr(module, "STOP_LIMIT_SECONDS", 0.1)
+    async with asyncio.timeout(DEADLINE):
+        assert await make_operator(StartingKube()).run() == 1
+    assert "Stopping: a watch failed: 404 page not found" in caplog.text
 
 
 def test_missing_settings_end_the_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
