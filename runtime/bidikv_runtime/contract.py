@@ -17,6 +17,8 @@ SIDE_CHANNEL_PORT: Final = 5600
 """NIXL's handshake port (vLLM adds the data-parallel index)."""
 LOOKUP_PORT: Final = 5700
 """The connector's lookup and validate port."""
+STATE_PORT: Final = 5800
+"""The connector's JSON state over HTTP, ``GET /state`` (plus the data-parallel index, as the lookup port)."""
 ROUTER_PORT: Final = 8000
 """The router's port: OpenAI API, /health, /ready and /metrics."""
 
@@ -26,6 +28,22 @@ KV_TRANSFER_PARAMS: Final = "kv_transfer_params"
 SOURCES_PARAM: Final = "bidikv_sources"
 """Key inside ``kv_transfer_params``: list of ``"address:port"`` (IP addresses, IPv6 in brackets) of lookup ports whose
 engines may hold this prompt's KV."""
+SESSION_PARAM: Final = "bidikv_session"
+"""Key inside ``kv_transfer_params``: opaque name of the session, at most ``MAXIMUM_SESSION_LENGTH`` characters."""
+MAXIMUM_SESSION_LENGTH: Final = 128
+EXPECT_PARAM: Final = "bidikv_expect"
+"""Key inside ``kv_transfer_params``: what is known of the session's next turn, one of ``EXPECT_RETURN`` (the request
+offers tools, or the client says so) and ``EXPECT_OVER`` (this was the last turn)."""
+EXPECT_RETURN: Final = "return"
+EXPECT_OVER: Final = "over"
+HANDOVER_PARAM: Final = "bidikv_handover"
+"""Key inside ``kv_transfer_params`` of a prefill leg: true when a decode engine will read the result at once."""
+PREFILLED_PARAM: Final = "bidikv_prefilled_tokens"
+"""Key inside ``kv_transfer_params`` of a decode leg: how many tokens of the prompt prefill reported to have computed. A
+decode engine that finds far less refuses the request (``HANDOVER_LOST``) instead of computing a long prompt itself."""
+HANDOVER_LOST: Final = "bidikv_handover_lost"
+"""Type of the error with which a decode engine refuses a request whose hand-over it cannot find: HTTP 503, before the
+first token. Retriable after another prefill."""
 
 # --- sessions -------------------------------------------------------------------------------------------------------
 SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")
@@ -45,23 +63,51 @@ CONNECTOR_INSTALL_DIR: Final = "/opt/bidikv/connector"
 """Where the init container copies the package; on PYTHONPATH of the engine container."""
 ENV_LOOKUP_HOST: Final = "BIDIKV_LOOKUP_HOST"
 """Address on which the lookup port listens (the pod's IP)."""
+ENV_TOKEN_FILE: Final = "BIDIKV_TOKEN_FILE"
+"""File with the tokens that authenticate peers, one per line: the first one signs, every one is accepted. It is read
+again when it changes, so a token rotates without a restart. Unset: peers are not authenticated."""
 
 # --- metrics of the connector, in vLLM's own /metrics ---------------------------------------------------------------
 METRIC_LOOKUPS: Final = "bidikv_lookups_total"
 """Requests that asked sources, by ``result``: hit, miss, silent, refused."""
 METRIC_LOOKUP_SECONDS: Final = "bidikv_lookup_seconds"
 """Histogram: from the first question of a request to its decision."""
+METRIC_LOOKUP_WAIT_SECONDS: Final = "bidikv_lookup_wait_seconds"
+"""Histogram: how long the scheduler waited in place for the answers of one request."""
 METRIC_REUSED_TOKENS: Final = "bidikv_reused_tokens_total"
-"""Tokens whose KV was read from a source and validated."""
+"""Tokens whose KV was read from a source and validated, by ``source`` (address) and ``direction``."""
 METRIC_DISCARDED_TOKENS: Final = "bidikv_discarded_tokens_total"
 """Tokens found at a source whose KV did not arrive or did not validate; they were recomputed."""
 METRIC_READ_BYTES: Final = "bidikv_read_bytes_total"
 METRIC_READ_SECONDS: Final = "bidikv_read_seconds"
 """Histogram: from the start of a read (first handshake included) to its validation, per rank."""
+METRIC_VALIDATE_SECONDS: Final = "bidikv_validate_seconds"
+"""Histogram: from the question whether a read is valid to its answer, per rank."""
 METRIC_VALIDATE_FAILURES: Final = "bidikv_validate_failures_total"
-"""Reads that did not validate in full, by ``reason``: reallocated, restarted, silent, read_failed; per rank."""
+"""Reads not valid in full, by ``reason``: reallocated, restarted, silent, read_failed, overdue; per rank."""
 METRIC_PUBLISHED_BLOCKS: Final = "bidikv_published_blocks"
 """Gauge: KV blocks of this engine that other engines may read."""
+METRIC_HELD_BLOCKS: Final = "bidikv_held_blocks"
+"""Gauge: cached blocks that are evicted after all others, by ``reason``: session, handover."""
+METRIC_HOLDS_ENDED: Final = "bidikv_holds_ended_total"
+"""Holds by ``reason`` (session, handover) and how they ``ended``: used, expired, pressure, budget, over."""
+METRIC_HANDOVERS_LOST: Final = "bidikv_handovers_lost_total"
+"""Requests refused with ``HANDOVER_LOST``."""
+METRIC_COST_DECISIONS: Final = "bidikv_cost_decisions_total"
+"""What the cost model chose for a match, by ``decision``: pull, recompute, explore."""
+METRIC_COST_REGRETS: Final = "bidikv_cost_regrets_total"
+"""Decisions that turned out slower than the estimate of the other choice, by ``decision``: pull, recompute."""
+METRIC_QUARANTINED_BLOCKS: Final = "bidikv_quarantined_blocks"
+"""Gauge: blocks kept out of use because an abandoned transfer may still write to them."""
+METRIC_TRANSPORT_INFO: Final = "bidikv_transport_info"
+"""Gauge, always 1: NIXL ``backend`` and ``provider`` that this engine really uses."""
+METRIC_PEER_BANDWIDTH: Final = "bidikv_peer_bandwidth_bytes_per_second"
+"""Gauge: bandwidth measured at the first contact with a ``peer`` (address)."""
+
+DIRECTION_FROM_DECODE: Final = "decode_to_prefill"
+DIRECTION_FROM_PREFILL: Final = "prefill_to_decode"
+DIRECTION_UNKNOWN: Final = "unknown"
+"""``direction`` of reused tokens: by the leg that the request was, see ``HANDOVER_PARAM`` and ``PREFILLED_PARAM``."""
 
 # --- the router's metrics that others read --------------------------------------------------------------------------
 METRIC_TIME_TO_FIRST_TOKEN: Final = "bidikv_router_time_to_first_token_seconds"

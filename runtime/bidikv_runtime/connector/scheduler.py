@@ -174,7 +174,9 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 local_num_computed_blocks=(read.first,),
                 awaiting_kvs=True,
             )
-            metadata.tickets[request_id] = Ticket(read.answer.source, read.answer.epoch, read.blocks, read.publications)
+            metadata.tickets[request_id] = Ticket(
+                request_id, 1, 0, read.answer.source, read.answer.epoch, read.blocks, read.publications
+            )
         self._reads = {}
         return metadata
 

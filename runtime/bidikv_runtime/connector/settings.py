@@ -34,8 +34,9 @@ class Settings:
     the request off instead costs a whole engine step, up to 700 ms under load."""
     settle_wait: float = 0.02
     """After the first answer that helps, how long slower sources may still come up with a longer prefix."""
-    silent_period: float = 2.0
-    """A silent source is not asked again for this long."""
+    silent_period: float = 1.0
+    """A silent source is not asked again for this long; the period doubles with each further silence."""
+    silent_period_maximum: float = 60.0
     connect_deadline: float = 0.5
     """Limit for the first connection to a source's NIXL side channel."""
     validate_deadline: float = 1.0
@@ -45,6 +46,27 @@ class Settings:
     progress_delay_us: int = 5000
     """Poll delay of NIXL's progress thread. 0 (NIXL's own default) burns most of a core per engine; 5000 costs 0.015 of
     a core and no read latency, because the thread then waits on events."""
+    state_port: int = contract.STATE_PORT
+    """Port of the JSON state; 0 for none."""
+    read_deadline: float = 10.0
+    """A read that takes longer is abandoned: its request is recomputed in other blocks, its own are quarantined."""
+    probe_bytes: int = 4 << 20
+    """Bytes read from a new peer to measure the bandwidth to it; 0 for no measurement."""
+    cost_model: str = "Learned"
+    """``Learned``: read what is cheaper to read than to recompute. ``AlwaysPull``: read whatever is found."""
+    retention: str = "SessionAware"
+    """``LRU``: vLLM's own eviction order. ``SessionAware``: blocks of sessions that will be back are evicted last."""
+    retention_budget: float = 0.3
+    """Share of the block pool that sessions may hold."""
+    retention_idle: float = 600.0
+    """A session not heard of for this long is held no more."""
+    handover_seconds: float = 5.0
+    """How long a finished prefill is held for the decode engine that will read it."""
+    handover_budget: float = 0.2
+    """Share of the block pool that finished prefills may hold."""
+    recompute_limit_tokens: int = 2048
+    """A decode engine that would have to compute more than this of what prefill announced refuses the request; 0 for no
+    limit."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,13 @@ class _Key:
     scale: float = 1.0
     """Multiplies the configured number to give the field's unit."""
     whole: bool = False
+
+
+_CHOICES: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "bidikv_cost_model": ("cost_model", ("Learned", "AlwaysPull")),
+    "bidikv_retention": ("retention", ("LRU", "SessionAware")),
+}
+"""Keys that take one of a few words: their field and the words."""
 
 
 _KEYS: Final[dict[str, _Key]] = {
@@ -68,6 +97,15 @@ _KEYS: Final[dict[str, _Key]] = {
     "bidikv_validate_deadline_ms": _Key("validate_deadline", 1, 10_000, 1e-3),
     "bidikv_validate_wait_ms": _Key("validate_wait", 0, 100, 1e-3),
     "bidikv_progress_delay_us": _Key("progress_delay_us", 0, 1_000_000, whole=True),
+    "bidikv_silent_period_maximum_seconds": _Key("silent_period_maximum", 0, 3600),
+    "bidikv_state_port": _Key("state_port", 0, 65535, whole=True),
+    "bidikv_read_deadline_seconds": _Key("read_deadline", 0.1, 600),
+    "bidikv_probe_bytes": _Key("probe_bytes", 0, 1 << 30, whole=True),
+    "bidikv_retention_budget_percent": _Key("retention_budget", 0, 90, 1e-2),
+    "bidikv_retention_idle_seconds": _Key("retention_idle", 1, 86_400),
+    "bidikv_handover_seconds": _Key("handover_seconds", 0, 60),
+    "bidikv_handover_budget_percent": _Key("handover_budget", 0, 90, 1e-2),
+    "bidikv_recompute_limit_tokens": _Key("recompute_limit_tokens", 0, 1_000_000, whole=True),
 }
 
 
@@ -82,10 +120,11 @@ def parse_settings(extra_config: Mapping[str, Any], environment: Mapping[str, st
     Raises:
         SettingsError: one sentence that names the key and the remedy.
     """
-    unknown = sorted(key for key in extra_config if key.startswith(PREFIX) and key not in _KEYS)
+    known = _KEYS.keys() | _CHOICES.keys()
+    unknown = sorted(key for key in extra_config if key.startswith(PREFIX) and key not in known)
     if unknown:
         raise SettingsError(
-            f"kv_connector_extra_config has the unknown key {unknown[0]!r}: use one of {', '.join(sorted(_KEYS))}"
+            f"kv_connector_extra_config has the unknown key {unknown[0]!r}: use one of {', '.join(sorted(known))}"
         )
     values: dict[str, Any] = {
         "lookup_host": environment.get(contract.ENV_LOOKUP_HOST) or default_host,
@@ -94,6 +133,13 @@ def parse_settings(extra_config: Mapping[str, Any], environment: Mapping[str, st
     for name, key in _KEYS.items():
         if name in extra_config:
             values[key.field] = _parse(name, key, extra_config[name])
+    for name, (field, words) in _CHOICES.items():
+        if name in extra_config:
+            if extra_config[name] not in words:
+                raise SettingsError(
+                    f"kv_connector_extra_config.{name} is {extra_config[name]!r}: set it to {' or '.join(words)}"
+                )
+            values[field] = extra_config[name]
     return Settings(**values)
 
 
