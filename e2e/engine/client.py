@@ -51,6 +51,7 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self._samples: list[tuple[str, dict[str, str], float]] = []
+        self._families = set(re.findall(r"(?m)^# TYPE (\S+)", text))
         for line in text.splitlines():
             match = re.fullmatch(r"(\w[\w:]*)(?:\{(.*)\})? (\S+)", line)
             if match:
@@ -61,13 +62,13 @@ class Metrics:
         return {name for name, _, _ in self._samples}
 
     def value(self, name: str, **labels: str) -> float:
-        """Sum of the samples with these labels.
+        """Sum of the samples with these labels; 0 for a metric that is there and has no samples yet.
 
         Raises:
-            KeyError: there is no such series.
+            KeyError: there is no such metric, or it has no sample with these labels.
         """
         found = [value for n, have, value in self._samples if n == name and labels.items() <= have.items()]
-        if not found:
+        if not found and (labels or name not in self._families):
             raise KeyError(f"no series {name} {labels}")
         return sum(found)
 

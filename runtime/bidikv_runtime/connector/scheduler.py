@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
+from bidikv_runtime import contract
 from bidikv_runtime.connector import wire
 from bidikv_runtime.connector.compatibility import compute_compatibility, validate_engine
 from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
@@ -191,15 +192,24 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 self._client.avoid(reuse.read.answer.source)  # it would cost the next request as much
             expected = len(reuse.read.blocks) * self.block_size
             reused = max(0, request.num_computed_tokens - reuse.read.first * self.block_size)
-            self.stats.record_load(reused, expected - reused)
+            self._record_load(request, reuse, reused, expected - reused)
 
     def get_kv_connector_stats(self) -> VerifiedReadStats | None:
         """Scheduler-side observations since the last step."""
         published = len(self.index)
         if published != self._reported_blocks:
             self._reported_blocks = published
-            self.stats.record_published_blocks(published)
+            self.stats.record(contract.METRIC_PUBLISHED_BLOCKS, published)
         return None if self.stats.is_empty() else self.stats.clone_and_reset()
+
+    def _record_load(self, request: Any, reuse: Reuse, reused: int, discarded: int) -> None:
+        assert reuse.read is not None
+        if reused:
+            self.stats.record(
+                contract.METRIC_REUSED_TOKENS, reused, str(reuse.read.answer.source), contract.DIRECTION_UNKNOWN
+            )
+        if discarded:
+            self.stats.record(contract.METRIC_DISCARDED_TOKENS, discarded)
 
     # --- lookup -------------------------------------------------------------------------------------------------------
 
@@ -226,7 +236,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return
         sources = [source for source in reuse.sources if not self._client.is_silent(source)]
         if not sources:
-            self.stats.record_lookup("silent", 0.0)
+            self.stats.record(contract.METRIC_LOOKUPS, 1, "silent")
             reuse.settle()
             return
         all_hashes = self._hashes(request)
@@ -247,7 +257,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         result = reuse.decide(self.engine_id, self.settings.settle_wait, now)
         if result is None:
             return False
-        self.stats.record_lookup(result, now - reuse.started)
+        self.stats.record(contract.METRIC_LOOKUPS, 1, result)
+        self.stats.record(contract.METRIC_LOOKUP_SECONDS, now - reuse.started)
         for question in questions:
             if isinstance(question.reply, wire.Refused):
                 self._log_refusal(question.source, question.reply)

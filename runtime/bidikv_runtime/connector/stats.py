@@ -3,29 +3,137 @@
 vLLM carries one stats object from workers and scheduler to the front end, so both sides use this class. Every value is
 a list of observations, as in the class it extends: its ``aggregate`` then covers ours. They travel with engine steps
 only; what happens at an idle engine shows up with its next step.
+
+A metric is a row of ``METRICS``; it is recorded by its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 
 from bidikv_runtime import contract
 
-RESULTS: Final = ("hit", "miss", "silent", "refused")
-REASONS: Final = ("reallocated", "restarted", "silent", "read_failed")
+_SECONDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 30.0)
+_SAMPLES: Final = "bidikv"
+"""Key in the stats' data: a list of ``(metric, values of its labels, number)``."""
+MAXIMUM_PEERS: Final = 64
+"""Label values of a peer's address per metric; further peers are counted as ``other``. Addresses come from requests."""
+OTHER: Final = "other"
 
-_KEYS: Final = (
-    "lookups",
-    "lookup_seconds",
-    "reused_tokens",
-    "discarded_tokens",
-    "read_seconds",
-    "validate_failures",
-    "published_blocks",
+
+@dataclass(frozen=True)
+class Metric:
+    """One series of /metrics. ``labels``: its own labels and their known values, which exist from the start; None for
+    values that only turn up (addresses)."""
+
+    kind: str
+    """counter, gauge or histogram (of seconds)."""
+    name: str
+    documentation: str
+    labels: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
+
+
+_HOLDS: Final = ("session", "handover")
+
+METRICS: Final = (
+    Metric(
+        "counter",
+        contract.METRIC_LOOKUPS,
+        "Requests that asked sources for their KV, by result.",
+        {"result": ("hit", "miss", "silent", "refused")},
+    ),
+    Metric(
+        "histogram",
+        contract.METRIC_LOOKUP_SECONDS,
+        "Time from a request's first question to the choice of its sources.",
+    ),
+    Metric(
+        "histogram",
+        contract.METRIC_LOOKUP_WAIT_SECONDS,
+        "Time that the scheduler waited in place for the answers of one request.",
+    ),
+    Metric(
+        "counter",
+        contract.METRIC_REUSED_TOKENS,
+        "Tokens whose KV was read from a source and validated.",
+        {"source": None, "direction": None},
+    ),
+    Metric(
+        "counter",
+        contract.METRIC_DISCARDED_TOKENS,
+        "Tokens found at a source that had to be recomputed after all.",
+    ),
+    Metric("counter", contract.METRIC_READ_BYTES, "Bytes of KV read from sources."),
+    Metric(
+        "histogram",
+        contract.METRIC_READ_SECONDS,
+        "Time from the start of a read to its validation; per rank.",
+    ),
+    Metric(
+        "histogram",
+        contract.METRIC_VALIDATE_SECONDS,
+        "Time from the question whether a read is valid to its answer; per rank.",
+    ),
+    Metric(
+        "counter",
+        contract.METRIC_VALIDATE_FAILURES,
+        "Reads that did not validate in full and were recomputed in part, by reason; per rank.",
+        {"reason": ("reallocated", "restarted", "silent", "read_failed", "overdue")},
+    ),
+    Metric("gauge", contract.METRIC_PUBLISHED_BLOCKS, "KV blocks of this engine that other engines may read."),
+    Metric(
+        "gauge",
+        contract.METRIC_HELD_BLOCKS,
+        "Cached blocks that are evicted after all others.",
+        {"reason": _HOLDS},
+    ),
+    Metric(
+        "counter",
+        contract.METRIC_HOLDS_ENDED,
+        "Blocks whose hold has ended, by the hold's reason and how it ended.",
+        {"reason": _HOLDS, "ended": ("used", "expired", "pressure", "budget", "over")},
+    ),
+    Metric(
+        "counter",
+        contract.METRIC_HANDOVERS_LOST,
+        "Requests refused because too little of what prefill announced was found.",
+    ),
+    Metric(
+        "counter",
+        contract.METRIC_COST_DECISIONS,
+        "Choices between reading a match and recomputing it.",
+        {"decision": ("pull", "recompute", "explore")},
+    ),
+    Metric(
+        "counter",
+        contract.METRIC_COST_REGRETS,
+        "Choices that took longer than the other one was estimated to take.",
+        {"decision": ("pull", "recompute")},
+    ),
+    Metric(
+        "gauge",
+        contract.METRIC_QUARANTINED_BLOCKS,
+        "Blocks kept out of use because an abandoned transfer may still write to them.",
+    ),
+    Metric(
+        "gauge",
+        contract.METRIC_TRANSPORT_INFO,
+        "Backend and provider that move this engine's KV; always 1.",
+        {"backend": None, "provider": None},
+    ),
+    Metric(
+        "gauge",
+        contract.METRIC_PEER_BANDWIDTH,
+        "Bandwidth to a peer, measured at the first contact.",
+        {"peer": None},
+    ),
 )
-_SECONDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 30.0)
+_BY_NAME: Final = {metric.name: metric for metric in METRICS}
 
 
 class VerifiedReadStats(NixlKVConnectorStats):  # type: ignore[misc]
@@ -33,40 +141,41 @@ class VerifiedReadStats(NixlKVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         super().reset()
-        self.data.update({key: [] for key in _KEYS})
+        self.data[_SAMPLES] = []
 
     def is_empty(self) -> bool:
-        return super().is_empty() and not any(self.data[key] for key in _KEYS)
+        return super().is_empty() and not self.data[_SAMPLES]
 
-    def record_lookup(self, result: str, seconds: float) -> None:
-        """One request's questions are decided; ``result`` is one of ``RESULTS``."""
-        self.data["lookups"].append(result)
-        self.data["lookup_seconds"].append(seconds)
-
-    def record_load(self, reused_tokens: int, discarded_tokens: int) -> None:
-        """One read has ended, in all ranks."""
-        self.data["reused_tokens"].append(reused_tokens)
-        self.data["discarded_tokens"].append(discarded_tokens)
+    def record(self, metric: str, number: float = 1, *labels: str) -> None:
+        """Count, observe or set ``metric`` (a name of ``METRICS``); ``labels`` are its labels' values in order."""
+        assert len(labels) == len(_BY_NAME[metric].labels), (metric, labels)
+        self.data[_SAMPLES].append((metric, labels, number))
 
     def record_read(self, seconds: float) -> None:
         """One rank has read and got its answer."""
-        self.data["read_seconds"].append(seconds)
+        self.record(contract.METRIC_READ_SECONDS, seconds)
+
+    def record_validate_seconds(self, seconds: float) -> None:
+        """One rank has got the answer whether its read is valid."""
+        self.record(contract.METRIC_VALIDATE_SECONDS, seconds)
 
     def record_validate_failure(self, reason: str) -> None:
-        """``reason`` is one of ``REASONS``."""
-        self.data["validate_failures"].append(reason)
-
-    def record_published_blocks(self, count: int) -> None:
-        self.data["published_blocks"].append(count)
+        """A rank's read is not valid in full; the reasons are listed in ``METRICS``."""
+        self.record(contract.METRIC_VALIDATE_FAILURES, 1, reason)
 
     def reduce(self) -> dict[str, int | float]:
         """Adds the interval's sums to upstream's line in the engine's log."""
+
+        def total(metric: str) -> float:
+            return sum(number for name, _, number in self.data[_SAMPLES] if name == metric)
+
+        hits = [labels for name, labels, _ in self.data[_SAMPLES] if name == contract.METRIC_LOOKUPS]
         reduced: dict[str, int | float] = super().reduce()
         return reduced | {
-            "Lookups": len(self.data["lookups"]),
-            "Lookup hits": self.data["lookups"].count("hit"),
-            "Reused tokens": sum(self.data["reused_tokens"]),
-            "Discarded tokens": sum(self.data["discarded_tokens"]),
+            "Lookups": len(hits),
+            "Lookup hits": sum(labels[0] == "hit" for labels in hits),
+            "Reused tokens": total(contract.METRIC_REUSED_TOKENS),
+            "Discarded tokens": total(contract.METRIC_DISCARDED_TOKENS),
         }
 
 
@@ -81,65 +190,46 @@ class VerifiedReadMetrics(NixlPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        engines = per_engine_labelvalues
+        self._engines = per_engine_labelvalues
+        self._families = {metric.name: self._create(metric, labelnames) for metric in METRICS}
+        self._open_labels: dict[tuple[str, int], set[tuple[str, ...]]] = {}
 
-        def counter(name: str, documentation: str) -> dict[int, Any]:
-            metric = self._counter_cls(name=name, documentation=documentation, labelnames=labelnames)
-            return {engine: metric.labels(*values) for engine, values in engines.items()}
-
-        def histogram(name: str, documentation: str) -> dict[int, Any]:
-            metric = self._histogram_cls(
-                name=name, documentation=documentation, labelnames=labelnames, buckets=list(_SECONDS)
+    def _create(self, metric: Metric, labelnames: list[str]) -> Any:
+        options: dict[str, Any] = {"labelnames": [*labelnames, *metric.labels]}
+        if metric.kind == "counter":
+            family = self._counter_cls(name=metric.name, documentation=metric.documentation, **options)
+        elif metric.kind == "gauge":
+            family = self._gauge_cls(
+                name=metric.name, documentation=metric.documentation, multiprocess_mode="mostrecent", **options
             )
-            return {engine: metric.labels(*values) for engine, values in engines.items()}
-
-        def split_counter(name: str, documentation: str, label: str, known: tuple[str, ...]) -> dict[int, Any]:
-            metric = self._counter_cls(name=name, documentation=documentation, labelnames=[*labelnames, label])
-            return {
-                engine: {value: metric.labels(*values, value) for value in known} for engine, values in engines.items()
-            }
-
-        self._lookups = split_counter(
-            contract.METRIC_LOOKUPS, "Requests that asked sources for their KV, by result.", "result", RESULTS
-        )
-        self._validate_failures = split_counter(
-            contract.METRIC_VALIDATE_FAILURES,
-            "Reads that did not validate in full and were recomputed in part, by reason; per rank.",
-            "reason",
-            REASONS,
-        )
-        self._reused = counter(contract.METRIC_REUSED_TOKENS, "Tokens whose KV was read from a source and validated.")
-        self._discarded = counter(
-            contract.METRIC_DISCARDED_TOKENS, "Tokens found at a source that had to be recomputed after all."
-        )
-        self._bytes = counter(contract.METRIC_READ_BYTES, "Bytes of KV read from sources.")
-        self._lookup_seconds = histogram(
-            contract.METRIC_LOOKUP_SECONDS, "Time from a request's first question to the choice of its source."
-        )
-        self._read_seconds = histogram(
-            contract.METRIC_READ_SECONDS, "Time from the start of a read to its validation; per rank."
-        )
-        published = self._gauge_cls(
-            name=contract.METRIC_PUBLISHED_BLOCKS,
-            documentation="KV blocks of this engine that other engines may read.",
-            labelnames=labelnames,
-            multiprocess_mode="mostrecent",
-        )
-        self._published = {engine: published.labels(*values) for engine, values in engines.items()}
+        else:
+            family = self._histogram_cls(
+                name=metric.name, documentation=metric.documentation, buckets=list(_SECONDS), **options
+            )
+        known = [values for values in metric.labels.values() if values is not None]
+        if len(known) == len(metric.labels):
+            for values in self._engines.values():
+                for labels in product(*known):
+                    family.labels(*values, *labels)
+        return family
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
-        data = transfer_stats_data
-        for result in data["lookups"]:
-            self._lookups[engine_idx][result].inc()
-        for reason in data["validate_failures"]:
-            self._validate_failures[engine_idx][reason].inc()
-        self._reused[engine_idx].inc(sum(data["reused_tokens"]))
-        self._discarded[engine_idx].inc(sum(data["discarded_tokens"]))
-        self._bytes[engine_idx].inc(sum(data["bytes_transferred"]))
-        for seconds in data["lookup_seconds"]:
-            self._lookup_seconds[engine_idx].observe(seconds)
-        for seconds in data["read_seconds"]:
-            self._read_seconds[engine_idx].observe(seconds)
-        if data["published_blocks"]:
-            self._published[engine_idx].set(data["published_blocks"][-1])
+        if read := sum(transfer_stats_data["bytes_transferred"]):
+            self._child(contract.METRIC_READ_BYTES, (), engine_idx).inc(read)
+        for name, labels, number in transfer_stats_data[_SAMPLES]:
+            child, kind = self._child(name, tuple(labels), engine_idx), _BY_NAME[name].kind
+            if kind == "counter":
+                child.inc(number)
+            elif kind == "gauge":
+                child.set(number)
+            else:
+                child.observe(number)
+
+    def _child(self, name: str, labels: tuple[str, ...], engine: int) -> Any:
+        if None in _BY_NAME[name].labels.values():
+            seen = self._open_labels.setdefault((name, engine), set())
+            if labels not in seen and len(seen) >= MAXIMUM_PEERS:
+                labels = (OTHER,) * len(labels)
+            seen.add(labels)
+        return self._families[name].labels(*self._engines[engine], *labels)
