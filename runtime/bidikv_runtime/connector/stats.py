@@ -167,7 +167,7 @@ class VerifiedReadStats(NixlKVConnectorStats):  # type: ignore[misc]
         """Adds the interval's sums to upstream's line in the engine's log."""
 
         def total(metric: str) -> float:
-            return sum(number for name, _, number in self.data[_SAMPLES] if name == metric)
+            return float(sum(number for name, _, number in self.data[_SAMPLES] if name == metric))
 
         hits = [labels for name, labels, _ in self.data[_SAMPLES] if name == contract.METRIC_LOOKUPS]
         reduced: dict[str, int | float] = super().reduce()

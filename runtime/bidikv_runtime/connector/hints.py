@@ -1,0 +1,47 @@
+"""What a request says about its place in a session: the keys of ``kv_transfer_params`` besides its sources.
+
+They come from the router over the API, so they may be anything: a value of the wrong type or out of bounds counts as
+absent. They steer speed (what is held, what is refused rather than recomputed), never what is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bidikv_runtime import contract
+
+
+@dataclass(frozen=True)
+class Hints:
+    session: str | None = None
+    expect: str | None = None
+    """``contract.EXPECT_RETURN``, ``contract.EXPECT_OVER`` or None."""
+    handover: bool = False
+    """A prefill leg: a decode engine reads the result at once."""
+    prefilled_tokens: int = 0
+    """A decode leg: tokens of the prompt that prefill reported to have computed; 0 when unknown."""
+
+    @property
+    def direction(self) -> str:
+        """Which way KV flows to this request, as a metric's label."""
+        if self.handover:
+            return contract.DIRECTION_FROM_DECODE
+        return contract.DIRECTION_FROM_PREFILL if self.prefilled_tokens else contract.DIRECTION_UNKNOWN
+
+
+def parse_hints(params: Any) -> Hints:
+    """Hints in a request's ``kv_transfer_params``, which may be of any type."""
+    if not isinstance(params, Mapping):
+        return Hints()
+    session, expect = params.get(contract.SESSION_PARAM), params.get(contract.EXPECT_PARAM)
+    prefilled = params.get(contract.PREFILLED_PARAM)
+    named = isinstance(session, str) and 0 < len(session) <= contract.MAXIMUM_SESSION_LENGTH
+    counted = isinstance(prefilled, int) and not isinstance(prefilled, bool) and prefilled > 0
+    return Hints(
+        session=session if named else None,
+        expect=expect if expect in (contract.EXPECT_RETURN, contract.EXPECT_OVER) else None,
+        handover=params.get(contract.HANDOVER_PARAM) is True,
+        prefilled_tokens=prefilled if counted else 0,
+    )
