@@ -1,11 +1,11 @@
 """End one request with an error before its first token, from the connector's place in vLLM's scheduler.
 
-vLLM gives a connector no way to fail a request and no reference to its scheduler. But it hands the connector the request
-itself, and it has one state from which a request ends with an error and touches nothing else: waiting for a grammar that
-did not compile. ``refuse`` puts the request there. vLLM then does all the rest, as for any such request: its next
-scheduling pass counts it among ``grammar_compile_error_reqs``, and the end of that step frees it, tells the connector
-(``request_finished``) and answers the client. This needs no flag, no patch and no private object; vLLM 0.32 and 0.33
-agree on every name it uses.
+vLLM gives a connector no way to fail a request, and no reference to its scheduler. But it hands the connector the
+request itself, and there is one state from which a request ends with an error and nothing else is touched: waiting for
+a grammar that did not compile. ``refuse`` puts the request there. vLLM does all the rest, as for any such request: its
+next scheduling pass counts it among ``grammar_compile_error_reqs``, and the end of that step frees it, tells the
+connector (``request_finished``) and answers the client. This needs no flag, no patch and no private object; vLLM 0.32
+and 0.33 agree on every name it uses.
 
 What the client sees, with no output before it:
 
