@@ -144,11 +144,26 @@ class LocalEngine:
         """End all of the engine's processes at once, as a node failure would."""
         self._signal(signal.SIGKILL)
 
+    def freeze(self) -> None:
+        """Stop all of the engine's processes in their tracks, as a machine that hangs; its kernel still answers."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen engine run on."""
+        self._signal(signal.SIGCONT)
+
+    @property
+    def process_group(self) -> int:
+        """Number of the group that holds all of the engine's processes."""
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
+
     def stop(self) -> None:
         """End the engine and free its ports."""
         if self._process is None:
             return
         self._signal(signal.SIGTERM)
+        self.thaw()  # a frozen process ends when it runs on
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
