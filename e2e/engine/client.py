@@ -132,7 +132,7 @@ class EngineClient:
                 raise RuntimeError(f"{self.engine.name} answered {response.status}: {await response.text()}")
             if not stream:
                 for choice in (await response.json())["choices"]:
-                    _add(completions[choice["index"]], choice, choice["message"])
+                    add_choice(completions[choice["index"]], choice, choice["message"])
                 return completions
             async for line in response.content:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
@@ -141,7 +141,7 @@ class EngineClient:
                 if "error" in event:
                     raise RuntimeError(f"{self.engine.name} failed while streaming: {event['error']}")
                 for choice in event["choices"]:
-                    _add(completions[choice["index"]], choice, choice["delta"])
+                    add_choice(completions[choice["index"]], choice, choice["delta"])
         return completions
 
     async def tokenize(self, messages: Sequence[Message]) -> list[int]:
@@ -163,7 +163,8 @@ class EngineClient:
             return response.status == 200
 
 
-def _add(completion: Completion, choice: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+def add_choice(completion: Completion, choice: Mapping[str, Any], message: Mapping[str, Any]) -> None:
+    """Append what one choice of an answer, or of an event of its stream, holds; ``message`` is its message or delta."""
     completion.text += message.get("content") or ""
     completion.tokens += choice.get("token_ids") or []
     positions: Iterable[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
