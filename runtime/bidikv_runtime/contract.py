@@ -44,6 +44,11 @@ decode engine that finds far less refuses the request (``HANDOVER_LOST``) instea
 HANDOVER_LOST: Final = "bidikv_handover_lost"
 """Type of the error with which a decode engine refuses a request whose hand-over it cannot find: HTTP 503, before the
 first token. Retriable after another prefill."""
+HANDOVER_HEADER: Final = "x-bidikv-handover"
+"""On a decode leg that carries ``PREFILLED_PARAM``: ``HANDOVER_GUARDED``. On the answer that is ``HANDOVER_LOST``:
+``HANDOVER_ANSWERED_LOST``. The router passes it on neither from clients nor to them."""
+HANDOVER_GUARDED: Final = "guarded"
+HANDOVER_ANSWERED_LOST: Final = "lost"
 
 # --- sessions -------------------------------------------------------------------------------------------------------
 SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")
@@ -55,6 +60,8 @@ SESSION_BODY_KEYS: Final = ("prompt_cache_key", "conversation_id", "session_id")
 CONNECTOR_CLASS: Final = "NixlConnector"
 """Class name: vLLM 0.32 compares the *name* in several checks (config/vllm.py, platforms/cpu.py)."""
 CONNECTOR_MODULE: Final = "bidikv_runtime.connector.connector"
+ENGINE_MIDDLEWARE: Final = "bidikv_runtime.connector.handover_error.HandoverErrors"
+"""For vLLM's ``--middleware``: turns vLLM's own error for a refused request into ``HANDOVER_LOST``."""
 HASH_ALGORITHM: Final = "sha256_cbor"
 """vLLM prefix-cache hash that is equal in every process for equal tokens."""
 HASH_SEED: Final = "0"
