@@ -21,6 +21,8 @@ class Faults:
     """Between LOOKUP and READ."""
     hold_validations: bool = False
     """Between READ and VALIDATE."""
+    freeze_on_read: int = 0
+    """Stop the processes of this group as soon as a transfer is posted: a peer that hangs in the middle of a read."""
     trust_reads: bool = False
     """Use what was read without validation: shows what the protocol protects from."""
 
@@ -37,5 +39,5 @@ class Faults:
 
 
 def events_file(path: Path) -> Path:
-    """Where the engine says what it holds: lines that begin with ``read`` or ``validation``."""
+    """Where the engine says what it holds: lines that begin with ``read``, ``validation`` or ``frozen``."""
     return path.with_suffix(".events")

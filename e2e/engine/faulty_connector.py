@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from bidikv_runtime.connector import connector
 from bidikv_runtime.connector.lookup_client import Question
 from bidikv_runtime.connector.metadata import VerifiedReadMetadata
-from bidikv_runtime.connector.worker import Loading, VerifiedReadWorker
+from bidikv_runtime.connector.reads import Part
+from bidikv_runtime.connector.worker import VerifiedReadWorker
 from e2e.engine.faults import FAULTS_FILE, Faults, events_file
 
 HOLD_SECONDS = 90.0
@@ -35,21 +37,27 @@ class FaultyWorker(VerifiedReadWorker):
                 metadata.reqs_to_recv[request_id], metadata.tickets[request_id] = request, ticket
         super().start_load_kv(metadata)
 
-    def _ask(self, loading: Loading) -> Question | None:
-        if loading.question is None and self._faults().hold_validations:
-            key = str(id(loading))
+    def _read_blocks_for_req(self, part_id: str, meta: Any) -> None:
+        super()._read_blocks_for_req(part_id, meta)
+        if (group := self._faults().freeze_on_read) and self._recving_transfers.get(part_id):
+            os.killpg(group, signal.SIGSTOP)
+            self._announce("frozen", part_id)
+
+    def _ask(self, part: Part) -> Question | None:
+        if part.question is None and self._faults().hold_validations:
+            key = str(id(part))
             if key not in self._announced:
                 self._announced[key] = time.monotonic()
                 self._announce("validation", key)
             if time.monotonic() - self._announced[key] < HOLD_SECONDS:
                 return None
-        return super()._ask(loading)
+        return super()._ask(part)
 
-    def _conclude(self, request_id: str, loading: Loading, question: Question) -> None:
-        super()._conclude(request_id, loading, question)
+    def _conclude(self, part_id: str, part: Part, question: Question) -> None:
         if self._faults().trust_reads:
-            while not self._invalid_block_ids.empty():
-                self._invalid_block_ids.get_nowait()
+            self._reads.end(part_id, len(part.ticket.blocks))
+        else:
+            super()._conclude(part_id, part, question)
 
     def _faults(self) -> Faults:
         return Faults.read(self._path)

@@ -88,7 +88,7 @@ class Deployment:
         self.p, self.d, self.m = p, d, m
         self._faults = faults
 
-    def fault(self, **faults: bool) -> None:
+    def fault(self, **faults: int) -> None:
         """Faults of P from now on; without arguments none."""
         Faults(**faults).write(self._faults)
 

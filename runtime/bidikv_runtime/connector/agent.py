@@ -1,4 +1,4 @@
-"""Two corrections to the NIXL agent that vLLM builds, made around vLLM's own construction of it.
+"""The NIXL agent: two corrections around vLLM's own construction of it, and what vLLM's code sees of it afterwards.
 
 Measured with NIXL 1.5.1 (its Python layer sets both values itself and offers no parameter for the first):
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from bidikv_runtime.connector.coalesce import sort_pairs
 
 
 class BackendError(RuntimeError):
@@ -84,18 +86,44 @@ def explain_missing_backend(agent_class: Any, backends: Sequence[str]) -> str | 
     return None
 
 
-class QuietAgent:
-    """A NIXL agent that sends no notifications: a source holds nothing for its readers, and an idle one never polls."""
+class ReadingAgent:
+    """The NIXL agent as a reader wants it, for vLLM's code to use in place of its own.
+
+    It sends no notifications (a source holds nothing for its readers, and an idle one never polls), puts the
+    descriptors of a read in an order that NIXL can join (``coalesce``), and keeps the telemetry of a transfer that has
+    ended for the one who started it: vLLM reads it and forgets which transfer it was.
+    """
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
+        self._telemetry: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
 
-    def make_prepped_xfer(self, *arguments: Any, notif_msg: bytes = b"", **options: Any) -> Any:
-        """Prepare a transfer without its completion notification."""
-        return self._agent.make_prepped_xfer(*arguments, **options)
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_side: Any,
+        local_indices: Any,
+        remote_side: Any,
+        remote_indices: Any,
+        notif_msg: bytes = b"",
+        **options: Any,
+    ) -> Any:
+        """Prepare a transfer, its pairs sorted, without its completion notification."""
+        local, remote = sort_pairs(local_indices, remote_indices)
+        return self._agent.make_prepped_xfer(operation, local_side, local, remote_side, remote, **options)
+
+    def get_xfer_telemetry(self, handle: Any) -> Any:
+        """NIXL's telemetry of a transfer that has ended."""
+        self._telemetry[handle] = telemetry = self._agent.get_xfer_telemetry(handle)
+        return telemetry
+
+    def take_telemetry(self, handles: Iterable[Any]) -> list[Any]:
+        """What ``get_xfer_telemetry`` has said of these transfers, which is forgotten now."""
+        taken = (self._telemetry.pop(handle, None) for handle in handles)
+        return [telemetry for telemetry in taken if telemetry is not None]
 
     def send_notif(self, *arguments: Any, **options: Any) -> None:
         """Send nothing."""

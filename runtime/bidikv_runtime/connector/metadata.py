@@ -1,8 +1,4 @@
-"""What scheduler and workers tell each other with a step: the reads and their tickets, and what became of them.
-
-A request's match may be joined from several sources. Each part is a read of its own to vLLM's code, known by a part id;
-only the scheduler side and the end of a read see the request as a whole.
-"""
+"""What scheduler and workers tell each other with a step: the reads and their tickets, and what became of them."""
 
 from __future__ import annotations
 
@@ -12,26 +8,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
 from bidikv_runtime.connector.sources import Source
+from bidikv_runtime.connector.ticket import ReadReport, Ticket, build_part_id
+from bidikv_runtime.connector.transport import TransportInfo
 
-
-def build_part_id(request_id: str, part: int) -> str:
-    """Name of a part among the reads; the first part goes by the request's own name."""
-    return request_id if part == 0 else f"{request_id}/{part}"
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """All that the question VALIDATE needs for one part of a request's read; pickled to every worker."""
-
-    request_id: str
-    parts: int
-    """How many parts the request's read has in all."""
-    offset: int
-    """Position of this part's first block among the blocks that the request reads."""
-    source: Source
-    epoch: int
-    blocks: tuple[int, ...]
-    publications: tuple[int, ...]
+__all__ = ["ReadReport", "Ticket", "VerifiedReadMetadata", "WorkerReport", "build_part_id"]
 
 
 class VerifiedReadMetadata(NixlConnectorMetadata):  # type: ignore[misc]
@@ -40,17 +20,6 @@ class VerifiedReadMetadata(NixlConnectorMetadata):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.tickets: dict[str, Ticket] = {}
-
-
-@dataclass(frozen=True)
-class ReadReport:
-    """One part that one rank has read, for the cost model."""
-
-    source: Source
-    bytes: int
-    descriptors: int
-    seconds: float
-    """From the start of the transfer (not of the handshake) to its end."""
 
 
 @dataclass
@@ -63,12 +32,29 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     reported as failed in the same step: its blocks must not be re-used before as many ranks have released it."""
     released: dict[str, int] = field(default_factory=dict)
     """Requests of ``quarantined`` whose transfers have ended since."""
+    failed_sources: set[Source] = field(default_factory=set)
+    """Sources from which a read failed or took too long."""
+    transport: TransportInfo | None = None
+    """Once: what the workers read with. Of several ranks, the one with a warning."""
+    bandwidths: dict[Source, float] = field(default_factory=dict)
+    """Bytes per second, measured at the first contact with these sources; of several ranks the least."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """The sum of two ranks' reports."""
         assert isinstance(other, WorkerReport)
+        transports = sorted(filter(None, (self.transport, other.transport)), key=lambda t: t.warning is None)
         return WorkerReport(
-            self.reads + other.reads, _add(self.quarantined, other.quarantined), _add(self.released, other.released)
+            reads=self.reads + other.reads,
+            quarantined=_add(self.quarantined, other.quarantined),
+            released=_add(self.released, other.released),
+            failed_sources=self.failed_sources | other.failed_sources,
+            transport=transports[0] if transports else None,
+            bandwidths=self.bandwidths
+            | other.bandwidths
+            | {
+                source: min(self.bandwidths[source], other.bandwidths[source])
+                for source in self.bandwidths.keys() & other.bandwidths.keys()
+            },
         )
 
 

@@ -1,7 +1,8 @@
 """The connector's worker side: upstream's NIXL reads, each confirmed by its source before vLLM may use it.
 
 Every rank reads its own shard and asks for itself. A rank that must discard blocks names them to vLLM as invalid, which
-cuts the request back to the leading blocks that every rank could confirm and recomputes the rest.
+cuts the request back to the leading blocks that every rank could confirm and recomputes the rest. To upstream's code
+each part of a request's read is a request of its own; vLLM hears of the request once, when all parts have ended.
 """
 
 from __future__ import annotations
@@ -9,34 +10,25 @@ from __future__ import annotations
 import os
 import socket
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
 
 from bidikv_runtime.connector import wire
-from bidikv_runtime.connector.agent import BackendError, QuietAgent, agent_settings, explain_missing_backend
+from bidikv_runtime.connector.agent import BackendError, ReadingAgent, agent_settings, explain_missing_backend
 from bidikv_runtime.connector.lookup_client import LookupClient, Question
-from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata
+from bidikv_runtime.connector.metadata import VerifiedReadMetadata, WorkerReport
+from bidikv_runtime.connector.reads import Part, Reads
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.stats import VerifiedReadStats
+from bidikv_runtime.connector.ticket import ReadReport
+from bidikv_runtime.connector.transfer_quarantine import TransferQuarantine
 
 logger = init_logger("vllm.bidikv.worker")
-
-SLOW_READ = 10.0
-"""Seconds after which a read that is still under way is logged."""
-
-
-@dataclass
-class Loading:
-    """One read of this rank."""
-
-    ticket: Ticket
-    started: float
-    warn_at: float
-    question: Question | None = None
 
 
 class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -53,80 +45,147 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if affinity is not None:
             os.sched_setaffinity(0, affinity)  # on CPU, upstream binds the whole worker to the last core of each node
         self.settings = settings
-        self.nixl_wrapper: Any = QuietAgent(self.nixl_wrapper)
+        self.nixl_wrapper: Any = ReadingAgent(self.nixl_wrapper)
         self.xfer_stats = VerifiedReadStats()
         self._client = LookupClient(settings.silent_period)
-        self._loading: dict[str, Loading] = {}
+        self._reads = Reads()
+        self._quarantine = TransferQuarantine(self.nixl_wrapper)
+        self._report = WorkerReport()
 
     def shutdown(self) -> None:
-        super().shutdown()
         if hasattr(self, "_client"):
             self._client.close()
+            # Not left to upstream, whose shutdown ends at the first handle that NIXL does not let go.
+            for part_id, handles in self._recving_transfers.items():
+                self._quarantine.hold(part_id, part_id, "", handles)
+            self._recving_transfers.clear()
+            self._quarantine.close()
+        super().shutdown()
+
+    # --- what vLLM calls with every step, in this order ---------------------------------------------------------------
 
     def start_load_kv(self, metadata: VerifiedReadMetadata) -> None:
         """Post this step's reads (and those whose handshake has ended since)."""
         now = time.monotonic()
-        for request_id, ticket in metadata.tickets.items():
-            self._loading[request_id] = Loading(ticket, now, now + SLOW_READ)
+        for part_id, ticket in metadata.tickets.items():
+            [local_blocks] = metadata.reqs_to_recv[part_id].local_block_ids
+            self._reads.start(part_id, Part(ticket, local_blocks, now, now + self.settings.read_deadline))
         super().start_load_kv(metadata)
 
-    def get_transfer_results(self) -> Any:
-        """Upstream's results; a read that failed before its validation is counted here, whatever the cause."""
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """The requests whose reads have ended in this rank, in place of upstream's results, which are about parts."""
         results = super().get_transfer_results()
-        for request_id in results.finished_recving:
-            if self._loading.pop(request_id, None) is not None and request_id in results.failed_recving:
-                self.xfer_stats.record_validate_failure("read_failed")
-        return results
+        for part_id in results.failed_recving:
+            if (part := self._reads.find(part_id)) is not None:
+                self._fail(part_id, part, "read_failed")
+        self._release_quarantined()
+        finished, failed = set[str](), set[str]()
+        for outcome in self._reads.take_outcomes():
+            finished.add(outcome.request_id)
+            if outcome.failed:
+                failed.add(outcome.request_id)
+            if outcome.invalid_blocks:
+                self._invalid_block_ids.put(set(outcome.invalid_blocks))
+        return KVConnectorTransferResults(
+            finished_sending=results.finished_sending, finished_recving=finished, failed_recving=failed
+        )
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What the scheduler side should know of since the last call."""
+        report, self._report = self._report, WorkerReport()
+        return report if report != WorkerReport() else None
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
 
     def _nixl_handshake(self, host: str, port: int, *arguments: Any, **options: Any) -> Any:
-        """Upstream's handshake, which waits five seconds for a host that is gone, behind a short connection attempt."""
-        with socket.create_connection((host, port), timeout=self.settings.connect_deadline):
-            pass
+        """Upstream's handshake, which waits five seconds for a host that is gone and holds up all others meanwhile,
+        behind a short look whether anybody is there: a zmq listener greets whoever connects, a frozen one does not."""
+        with socket.create_connection((host, port), timeout=self.settings.connect_deadline) as probe:
+            if not probe.recv(1):
+                raise ConnectionError(f"{host}:{port} closes the connection without a greeting")
         return super()._nixl_handshake(host, port, *arguments, **options)
 
+    def _read_blocks_for_req(self, part_id: str, meta: Any) -> None:
+        """Post the transfers of a part, unless it was abandoned while its handshake went on."""
+        part = self._reads.find(part_id)
+        if part is None:
+            return
+        super()._read_blocks_for_req(part_id, meta)
+        part.handles = list(self._recving_transfers.get(part_id, ()))
+
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
-        """Hold back reads that have completed until their source has confirmed them."""
-        if transfers is not self._recving_transfers:
-            unheld: tuple[set[str], set[str]] = super()._pop_done_transfers(transfers)
-            return unheld
-        self._warn_about_slow_reads()
+        """Hold back reads that have completed until their source has confirmed them; abandon those that are overdue."""
         done, failed = super()._pop_done_transfers(transfers)
+        if transfers is not self._recving_transfers:
+            return done, failed
         completed = {
-            request_id: self._loading[request_id]
-            for request_id in done
-            if request_id in self._loading and request_id not in failed and request_id not in self._recv_failures
+            part_id: part
+            for part_id in done - failed - self._recv_failures
+            if (part := self._reads.find(part_id)) is not None
         }
-        questions = [question for loading in completed.values() if (question := self._ask(loading)) is not None]
-        if questions:
-            self._client.poll()
-            self._client.wait(questions, self.settings.validate_wait)
-        for request_id, loading in completed.items():
-            if loading.question is None or loading.question.open:
-                done.discard(request_id)
-                transfers[request_id] = []  # no handle outstanding, not done either: seen again in the next step
-            else:
-                self._conclude(request_id, loading, loading.question)
+        for part in completed.values():
+            if not part.transferred:
+                self._complete(part)
+        self._validate(completed)
+        for part_id, part in completed.items():
+            if part.valid is None:
+                done.discard(part_id)
+                transfers[part_id] = []  # no handle outstanding, not done either: seen again in the next step
+        self._abandon_overdue(time.monotonic(), ended=done)
         return done, failed
 
-    def _ask(self, loading: Loading) -> Question | None:
-        """The question whether this completed read is valid, sent at the first call."""
-        if loading.question is None:
-            ticket = loading.ticket
+    def _complete(self, part: Part) -> None:
+        """The transport has delivered all of a part."""
+        part.transferred = True
+        telemetry = self.nixl_wrapper.take_telemetry(part.handles)
+        part.handles = []
+        self._report.reads.append(
+            ReadReport(
+                part.ticket.source,
+                bytes=sum(t.totalBytes for t in telemetry),
+                descriptors=sum(t.descCount for t in telemetry),
+                seconds=max((t.xferDuration for t in telemetry), default=0) / 1e6,
+            )
+        )
 
-            def build(sequence: int) -> wire.Validate:
-                return wire.Validate(
-                    wire.VERSION, sequence, ticket.epoch, list(ticket.blocks), list(ticket.publications)
-                )
+    def _fail(self, part_id: str, part: Part, reason: str, *, quarantined: bool = False) -> None:
+        """A part has ended without its blocks."""
+        self.nixl_wrapper.take_telemetry(part.handles)  # of those of its transfers that did end
+        self._report.failed_sources.add(part.ticket.source)
+        self.xfer_stats.record_validate_failure(reason)
+        self._reads.end(part_id, 0, failed=True, quarantined=quarantined)
 
-            loading.question = self._client.ask(ticket.source, build, self.settings.validate_deadline)
-        return loading.question
+    # --- validation ---------------------------------------------------------------------------------------------------
 
-    def _conclude(self, request_id: str, loading: Loading, question: Question) -> None:
-        """Keep the confirmed leading blocks; name the others to vLLM as invalid."""
-        ticket = loading.ticket
-        del self._loading[request_id]
-        self.xfer_stats.record_read(time.monotonic() - loading.started)
-        reply = question.reply
+    def _validate(self, parts: dict[str, Part]) -> None:
+        """Ask at once about all parts that have completed, and end those whose answer is there.
+
+        Waits for new answers only, and only a moment: one takes about a millisecond, the next step up to a second.
+        """
+        asked = [question for part in parts.values() if part.question is None and (question := self._ask(part))]
+        if parts:
+            self._client.poll()
+            self._client.wait(asked, self.settings.validate_wait)
+        for part_id, part in parts.items():
+            if part.question is not None and not part.question.open:
+                self._conclude(part_id, part, part.question)
+
+    def _ask(self, part: Part) -> Question | None:
+        """Send the question whether this completed part is valid."""
+        ticket = part.ticket
+
+        def build(sequence: int) -> wire.Validate:
+            return wire.Validate(wire.VERSION, sequence, ticket.epoch, list(ticket.blocks), list(ticket.publications))
+
+        part.asked = time.monotonic()
+        part.question = self._client.ask(ticket.source, build, self.settings.validate_deadline)
+        return part.question
+
+    def _conclude(self, part_id: str, part: Part, question: Question) -> None:
+        """Keep the leading blocks that the source confirms."""
+        ticket, reply, now = part.ticket, question.reply, time.monotonic()
+        self.xfer_stats.record_read(now - part.started)
+        self.xfer_stats.record_validate_seconds(now - part.asked)
         if isinstance(reply, wire.Validated) and reply.epoch == ticket.epoch:
             valid = max(0, min(reply.valid, len(ticket.blocks)))
             reason = "reallocated"
@@ -135,34 +194,57 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             reason = "silent" if reply is None else "restarted"
         if valid < len(ticket.blocks):
             self.xfer_stats.record_validate_failure(reason)
-            local = self._recving_metadata[request_id].local_block_ids[0]
-            self._invalid_block_ids.put(set(local[valid:]))
             logger.info(
                 "request %s: %d of %d blocks read from %s are valid (%s), the rest is recomputed",
-                request_id,
+                ticket.request_id,
                 valid,
                 len(ticket.blocks),
                 ticket.source,
                 reason,
             )
+        self._reads.end(part_id, valid)
 
-    def _warn_about_slow_reads(self) -> None:
-        """Say once that a read is still under way, and why nobody ends it.
+    # --- reads that take too long -------------------------------------------------------------------------------------
 
-        Releasing a transfer in progress would be no way out: NIXL 1.5.1 over TCP then reports success, and the peer's
-        data still arrives (measured: all of 32 MiB, written into memory that the reader had taken back). So the blocks
-        stay with their request until the transport says that the transfer is over. The death of the peer's process
-        ends it at once.
-        """
-        now = time.monotonic()
-        for request_id, loading in self._loading.items():
-            if now >= loading.warn_at:
-                loading.warn_at = float("inf")
-                logger.warning(
-                    "request %s: the read of %d blocks from %s is still under way after %.0f s; it keeps its blocks "
-                    "until the transport ends it",
-                    request_id,
-                    len(loading.ticket.blocks),
-                    loading.ticket.source,
-                    SLOW_READ,
-                )
+    def _abandon_overdue(self, now: float, ended: set[str]) -> None:
+        """End the reads that are past their deadline; those of ``ended`` have failed just now."""
+        for part_id in self._reads.find_overdue(now):
+            part = self._reads.find(part_id)
+            if part is None or part_id in ended:
+                continue
+            handles, meta = self._recving_transfers.pop(part_id, []), self._recving_metadata.pop(part_id)
+            self._pending_recv_notifs.pop(part_id, None)
+            logger.warning(
+                "request %s: the read of %d blocks from %s is given up after %.1f s, they are recomputed%s",
+                part.ticket.request_id,
+                len(part.ticket.blocks),
+                part.ticket.source,
+                now - part.started,
+                " in other blocks; its own stay out of use until the transport has ended it" if handles else "",
+            )
+            if handles:
+                self._hold(part_id, part, meta, handles)
+            self._fail(part_id, part, "overdue", quarantined=bool(handles))
+
+    def _hold(self, part_id: str, part: Part, meta: Any, handles: Sequence[Any]) -> None:
+        request_id = part.ticket.request_id
+        if self._quarantine.hold(part_id, request_id, meta.remote.engine_id, handles):
+            self._report.quarantined[request_id] = 1
+        # Upstream keeps the connection to an engine that has an entry here.
+        self._recving_metadata[_quarantined(part_id)] = meta
+
+    def _release_quarantined(self) -> None:
+        parts, requests = self._quarantine.poll()
+        for part_id in parts:
+            del self._recving_metadata[_quarantined(part_id)]
+        for request_id in requests:
+            self._report.released[request_id] = 1
+            logger.info("request %s: the transport has ended the read that was given up", request_id)
+
+    def _engines_with_inflight_transfers(self) -> set[str]:
+        engines: set[str] = super()._engines_with_inflight_transfers()
+        return engines | self._quarantine.engines
+
+
+def _quarantined(part_id: str) -> str:
+    return f"{part_id} in quarantine"

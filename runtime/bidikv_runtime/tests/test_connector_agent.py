@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bidikv_runtime.connector.agent import QuietAgent, agent_settings, explain_missing_backend
+from bidikv_runtime.connector.agent import ReadingAgent, agent_settings, explain_missing_backend
 
 
 class Config:
@@ -97,7 +97,9 @@ def test_backends_that_load_explain_nothing(agent_class: Any, plugins: Path) -> 
     assert explain_missing_backend(agent_class, ["B"]) is None
 
 
-def test_transfers_carry_no_notification() -> None:
+def test_transfers_are_sorted_and_carry_no_notification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bidikv_runtime.connector.agent.sort_pairs", lambda local, remote: (local[::-1], remote[::-1]))
+
     class Agent:
         def make_prepped_xfer(self, *arguments: Any, notif_msg: bytes = b"", **options: Any) -> Any:
             return arguments, notif_msg, options
@@ -108,11 +110,23 @@ def test_transfers_carry_no_notification() -> None:
         def transfer(self, handle: int) -> int:
             return handle
 
-    agent = QuietAgent(Agent())
-    assert agent.make_prepped_xfer("READ", 1, notif_msg=b"done", backends=["UCX"]) == (
-        ("READ", 1),
+    agent = ReadingAgent(Agent())
+    assert agent.make_prepped_xfer("READ", 1, [8, 7], 2, [6, 5], notif_msg=b"done", backends=["UCX"]) == (
+        ("READ", 1, [7, 8], 2, [5, 6]),
         b"",
         {"backends": ["UCX"]},
     )
     agent.send_notif("peer", notif_msg=b"done")
     assert agent.transfer(7) == 7
+
+
+def test_telemetry_is_kept_until_it_is_taken() -> None:
+    class Agent:
+        def get_xfer_telemetry(self, handle: str) -> str:
+            return f"of {handle}"
+
+    agent = ReadingAgent(Agent())
+    assert agent.get_xfer_telemetry("a") == "of a"
+    agent.get_xfer_telemetry("b")
+    assert agent.take_telemetry(["a", "never ended"]) == ["of a"]
+    assert agent.take_telemetry(["a", "b"]) == ["of b"]
