@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import httptools
 
+from bidikv_runtime.contract import HANDOVER_ANSWERED_LOST, HANDOVER_GUARDED, HANDOVER_HEADER
 from bidikv_runtime.router.errors import ApiError
 
 Headers = list[tuple[bytes, bytes]]
@@ -37,7 +38,10 @@ HOP_BY_HOP: Final = frozenset(
     }
 )
 """RFC 9110 section 7.6.1, and the older names still in use."""
-_REBUILT: Final = frozenset({b"content-length", b"expect"})
+_HANDOVER: Final = HANDOVER_HEADER.encode("ascii")
+_REBUILT: Final = frozenset({b"content-length", b"expect", _HANDOVER})
+_ANSWERED_LOST: Final = HANDOVER_ANSWERED_LOST.encode("ascii")
+_GUARDED: Final = b"%b: %b\r\n" % (_HANDOVER, HANDOVER_GUARDED.encode("ascii"))
 _CHUNK_OVERHEAD: Final = 8
 """Raw bytes per body byte that a chunked body may cost: one-byte chunks cost 6."""
 
@@ -215,9 +219,20 @@ def build_forwarded_head(request: RequestHead) -> bytes:
     return b"".join(lines)
 
 
-def finish_request_head(forwarded: bytes, length: int | None) -> bytes:
-    """``forwarded`` with the length of its body (None: a request without one)."""
-    return b"%b\r\n" % forwarded if length is None else b"%bcontent-length: %d\r\n\r\n" % (forwarded, length)
+def finish_request_head(forwarded: bytes, length: int | None, *, guarded: bool = False) -> bytes:
+    """``forwarded`` with the length of its body (None: a request without one).
+
+    Args:
+        forwarded: from :func:`build_forwarded_head`.
+        length: of the body.
+        guarded: the body announces prefilled tokens: ask for the distinct error when they are lost.
+    """
+    lines = [forwarded]
+    if guarded:
+        lines.append(_GUARDED)
+    if length is not None:
+        lines.append(b"content-length: %d\r\n" % length)
+    return b"".join([*lines, b"\r\n"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +251,13 @@ class ResponseHead:
     def bodyless(self) -> bool:
         """Whether this status never has a body (RFC 9112 section 6.3)."""
         return self.status in (204, 304) or self.status < 200
+
+    @property
+    def lost_handover(self) -> bool:
+        """Whether decode refused the request because it did not find what prefill computed."""
+        return self.status == 503 and any(
+            name.lower() == _HANDOVER and value == _ANSWERED_LOST for name, value in self.headers
+        )
 
     @property
     def is_event_stream(self) -> bool:

@@ -11,16 +11,26 @@ Verified against vLLM 0.32 (``entrypoints/openai/{chat_completion,completion}/pr
   ``structured_outputs`` (a grammar compiled for one token that is thrown away).
 
 ``prompt_logprobs`` must go for another reason too: it makes vLLM skip its prefix cache for the request.
+
+Of ``kv_transfer_params`` nothing that a client sends survives; both legs carry the router's own (``contract``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from bidikv_runtime.contract import KV_TRANSFER_PARAMS, SOURCES_PARAM
+from bidikv_runtime.contract import (
+    EXPECT_PARAM,
+    EXPECT_RETURN,
+    HANDOVER_PARAM,
+    KV_TRANSFER_PARAMS,
+    PREFILLED_PARAM,
+    SESSION_PARAM,
+    SOURCES_PARAM,
+)
 from bidikv_runtime.router.errors import ApiError
 from bidikv_runtime.router.splice import Buffer, Fields, NotAnObject, parse_fields, set_field, splice
 
@@ -46,26 +56,75 @@ PREFILL_DROPPED: Final = frozenset(
     }
 )
 _PREFILL_OVERRIDE: Final = {"stream": b"false", "max_tokens": b"1"}
+_PEEK_BYTES: Final = 256
+"""Of an array: enough to see whether there is a first element behind usual white space."""
 _COMPUTED_BY_DECODE: Final = ("prompt_logprobs", "echo", "use_beam_search")
 _NOT_SET: Final = (b"null", b"false")
 
 
-def build_kv_params(sources: Sequence[str]) -> bytes:
-    """The encoded ``kv_transfer_params`` that offers ``sources`` (possibly none)."""
-    return msgspec.json.encode({SOURCES_PARAM: list(sources)})
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
 
 
-def build_prefill_body(fields: Fields, sources: Sequence[str]) -> list[Buffer]:
+class _PrefillAnswer(msgspec.Struct):
+    usage: _Usage
+
+
+_PREFILL_ANSWER: Final = msgspec.json.Decoder(_PrefillAnswer)
+
+
+def build_prefill_body(fields: Fields, sources: Sequence[str], session: bytes) -> list[Buffer]:
     """The prefill leg's body: the same prompt, one token, no stream; ``sources`` are decode engines."""
-    return splice(fields, PREFILL_DROPPED, {**_PREFILL_OVERRIDE, KV_TRANSFER_PARAMS: build_kv_params(sources)})
+    params = _build_kv_params(fields, sources, session) | {HANDOVER_PARAM: True}
+    return splice(fields, PREFILL_DROPPED, {**_PREFILL_OVERRIDE, KV_TRANSFER_PARAMS: msgspec.json.encode(params)})
 
 
-def build_decode_body(body: Buffer, fields: Fields, sources: Sequence[str]) -> list[Buffer]:
+def build_decode_body(
+    body: Buffer, fields: Fields, sources: Sequence[str], session: bytes, prefilled: int | None = None
+) -> list[Buffer]:
     """The decode leg's body: the client's, byte for byte, except ``kv_transfer_params``.
 
     The key is always written, also without sources: vLLM lets it win over a client's ``vllm_xargs``.
+
+    Args:
+        body: the client's.
+        fields: its top-level values.
+        sources: lookup address of the prefill engine, if there was a prefill leg.
+        session: the session's key (:func:`session.derive_session`).
+        prefilled: prompt tokens that decode must find, or refuse the request; None when it shall answer anyhow.
     """
-    return set_field(body, fields, KV_TRANSFER_PARAMS, build_kv_params(sources))
+    params = _build_kv_params(fields, sources, session)
+    if prefilled is not None:
+        params[PREFILLED_PARAM] = prefilled
+    return set_field(body, fields, KV_TRANSFER_PARAMS, msgspec.json.encode(params))
+
+
+def _build_kv_params(fields: Fields, sources: Sequence[str], session: bytes) -> dict[str, Any]:
+    params: dict[str, Any] = {SOURCES_PARAM: list(sources), SESSION_PARAM: session.hex()}
+    if offers_tools(fields):
+        params[EXPECT_PARAM] = EXPECT_RETURN
+    return params
+
+
+def offers_tools(fields: Fields) -> bool:
+    """Whether the model may call tools: then the session will most likely be back with a tool's result."""
+    tools = bytes(memoryview(fields.get("tools", b""))[:_PEEK_BYTES])
+    return tools[:1] == b"[" and tools[1:].lstrip()[:1] not in (b"]", b"")
+
+
+def is_batch(fields: Fields) -> bool:
+    """Whether a completions request has a list of prompts: vLLM makes a request of each, the answers interleave."""
+    prompt = bytes(memoryview(fields.get("prompt", b""))[:_PEEK_BYTES])
+    return prompt[:1] == b"[" and prompt[1:].lstrip()[:1] in (b'"', b"[", b"{")
+
+
+def parse_prefilled(answer: Buffer) -> int | None:
+    """Prompt tokens that a prefill leg's answer reports; None when it reports none."""
+    try:
+        tokens = _PREFILL_ANSWER.decode(answer).usage.prompt_tokens
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return tokens if tokens > 0 else None
 
 
 def build_passed_body(body: Buffer, fields: Fields) -> list[Buffer]:

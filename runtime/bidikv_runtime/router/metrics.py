@@ -18,6 +18,7 @@ TIME_TO_FIRST_TOKEN: Final = METRIC_TIME_TO_FIRST_TOKEN
 PREFILL_LEG_SECONDS: Final = "bidikv_router_prefill_leg_seconds"
 REQUESTS: Final = "bidikv_router_requests_total"
 RETRIES: Final = "bidikv_router_retries_total"
+HANDOVERS_LOST: Final = "bidikv_router_handovers_lost_total"
 DISCONNECTS: Final = "bidikv_router_client_disconnects_total"
 BROKEN_STREAMS: Final = "bidikv_router_broken_streams_total"
 IN_FLIGHT: Final = "bidikv_router_requests_in_flight"
@@ -59,6 +60,11 @@ class RouterMetrics:
         self._retries = Counter(
             RETRIES.removesuffix("_total"), "Legs sent again.", ["leg", "reason"], registry=registry
         )
+        self.handovers_lost = Counter(
+            HANDOVERS_LOST.removesuffix("_total"),
+            "Turns that decode refused because it did not find what prefill had computed.",
+            registry=registry,
+        )
         self._disconnects = Counter(
             DISCONNECTS.removesuffix("_total"), "Clients that left early.", ["phase"], registry=registry
         )
@@ -94,7 +100,9 @@ class RouterMetrics:
             child = self._request_children[route, status] = self._requests.labels(route, str(status))
         child.inc()
 
-    def count_retry(self, leg: Literal["prefill", "decode"], reason: Literal["connection", "status", "stale"]) -> None:
+    def count_retry(
+        self, leg: Literal["prefill", "decode"], reason: Literal["connection", "status", "stale", "handover"]
+    ) -> None:
         """A leg is sent again."""
         self._retries.labels(leg, reason).inc()
 

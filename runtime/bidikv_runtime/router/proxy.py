@@ -7,6 +7,9 @@ What may be tried again, and what not:
 
 - Before the first byte for the client a leg may be sent once more, to another engine, within the retry budget. Prefill:
   after a broken connection or a 5xx. Decode: after a broken connection; the KV is still at prefill.
+- A decode engine that does not find what prefill has just computed refuses rather than compute a long prompt among its
+  streams (``contract.HANDOVER_LOST``). Then both legs are run again, once, within the same budget; this time decode is
+  asked to answer in any case.
 - An engine's verdict (4xx, or 5xx after the last try) goes to the client with its status, headers and body.
 - Once the answer began it can only be ended: with an error event for a stream of events, else by closing.
 
@@ -39,7 +42,9 @@ from bidikv_runtime.router.legs import (
     build_passed_body,
     build_prefill_body,
     check_fields,
+    is_batch,
     needs_prefill,
+    parse_prefilled,
 )
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.metrics import Path, Phase, Route, RouterMetrics
@@ -64,6 +69,8 @@ _REFUSED: Final = (b"/v1/load_lora_adapter", b"/v1/unload_lora_adapter")
 """They would change one engine only; prefill and decode must serve the same adapters."""
 _RETRIED_STATUS: Final = frozenset({500, 502, 503, 504})
 _SUCCESS: Final = range(200, 300)
+_PREFILL_ANSWER_BYTES: Final = 64 * 1024
+"""Of a longer answer of a prefill leg (one token, its usage) nothing is kept."""
 
 
 @dataclass(slots=True)
@@ -78,6 +85,19 @@ class _Turn:
     phase: Phase = "receive"
     forwarded: bytes = b""
     """The head that both legs send, up to its framing; built once."""
+    guarded: bool = False
+    """The decode leg tells how much was prefilled, and may be refused for it."""
+    handover_lost: bool = False
+    """It was refused, and both legs run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefilled:
+    """A prefill leg that succeeded."""
+
+    engine: Endpoint
+    tokens: int | None
+    """Of the prompt, as its answer reports."""
 
 
 class Proxy:
@@ -166,9 +186,8 @@ class Proxy:
         self._budget.deposit()
         # In a call of its own: a frame that still knew the body's fields would hold the whole history in memory while
         # decode streams.
-        pieces = await self._prepare_decode(turn)
-        if pieces is not None:
-            await self._decode(turn, pieces)
+        while (pieces := await self._prepare_decode(turn)) is not None and not await self._decode(turn, pieces):
+            turn.handover_lost = True
 
     async def _prepare_decode(self, turn: _Turn) -> list[Buffer] | None:
         """The body of the leg that answers, after a turn's prefill leg; None when prefill's verdict was relayed."""
@@ -183,18 +202,23 @@ class Proxy:
             return build_passed_body(request.body, fields)
         self._metrics.note_session(turn.session)
         sources: list[str] = []
+        prefilled: int | None = None
         # Without a decode engine the decode leg explains; prefill must not compute for nobody.
         if needs_prefill(fields) and self._fleet.pools.ready_decode:
-            prefill = await self._prefill(turn, fields)
-            if prefill is None:
+            result = await self._prefill(turn, fields)
+            if result is None:
                 return None
-            sources = [prefill.lookup]
-        return build_decode_body(request.body, fields, sources)
+            sources = [result.engine.lookup]
+            # Of a batch one prompt may be refused when another's answer has begun.
+            if not turn.handover_lost and not is_batch(fields):
+                prefilled = result.tokens
+        turn.guarded = prefilled is not None
+        return build_decode_body(request.body, fields, sources, turn.session, prefilled)
 
     # --- the prefill leg ---
 
-    async def _prefill(self, turn: _Turn, fields: Fields) -> Endpoint | None:
-        """Run the prefill leg; the engine that holds the prompt now, or None when its verdict went to the client.
+    async def _prefill(self, turn: _Turn, fields: Fields) -> _Prefilled | None:
+        """Run the prefill leg; where the prompt's KV is now, or None when the engine's verdict went to the client.
 
         Raises:
             ApiError: no engine gave an answer.
@@ -205,7 +229,7 @@ class Proxy:
         if self._config.reuse == "Bidirectional":
             turn.path = "bidirectional"
             offered = choose_sources(turn.session, self._fleet.pools.serving_decode, self._config.source_count)
-        pieces = build_prefill_body(fields, offered)
+        pieces = build_prefill_body(fields, offered, turn.session)
         length = compute_length(pieces)
         tried: set[str] = set()
         while True:
@@ -227,9 +251,9 @@ class Proxy:
                         turn, endpoint, pieces, length, self._limits.prefill_seconds, self._limits.prefill_seconds
                     ) as (connection, head):
                         if head.status in _SUCCESS:
-                            await connection.relay(_discard)
+                            answer = await _read_small(connection, head)
                             self._metrics.observe_prefill(turn.path, self._loop.time() - began)
-                            return endpoint
+                            return _Prefilled(endpoint, parse_prefilled(answer))
                         if not (head.status in _RETRIED_STATUS and may_retry and self._budget.withdraw()):
                             await self._relay(turn, connection, head)
                             return None
@@ -243,8 +267,12 @@ class Proxy:
 
     # --- the decode leg ---
 
-    async def _decode(self, turn: _Turn, pieces: list[Buffer]) -> None:
-        """Run the leg that answers: on the session's engine, or the next in its ranking."""
+    async def _decode(self, turn: _Turn, pieces: list[Buffer]) -> bool:
+        """Run the leg that answers: on the session's engine, or the next in its ranking.
+
+        Returns:
+            False when nothing was answered because the hand-over was lost: run both legs again.
+        """
         turn.phase = "decode"
         ranking = rank_endpoints(turn.session, self._fleet.pools.ready_decode, self._fleet.suspects())[:2]
         if not ranking:
@@ -261,16 +289,22 @@ class Proxy:
                     self._limits.decode_idle_seconds,
                 ) as (connection, head):
                     pieces.clear()
+                    if turn.guarded and head.lost_handover:
+                        self._metrics.handovers_lost.inc()
+                        if self._budget.withdraw():
+                            self._metrics.count_retry("prefill", "handover")
+                            return False
                     turn.client.release_body(turn.request)
                     await self._relay(turn, connection, head)
-                return
+                return True
             except UpstreamError as error:
                 if turn.client.response_started:
-                    return  # ended by the relay
+                    return True  # ended by the relay
                 last = attempt == len(ranking)
                 if last or isinstance(error, AnswerTimedOut) or not self._budget.withdraw():
                     raise self._explain("Decode", endpoint, error) from error
                 self._metrics.count_retry("decode", "connection")
+        raise AssertionError("the last attempt returns or raises")
 
     async def _relay(self, turn: _Turn, connection: UpstreamConnection, head: ResponseHead) -> None:
         """Write the engine's answer to the client as it comes.
@@ -337,7 +371,11 @@ class Proxy:
         """
         if not turn.forwarded:
             turn.forwarded = build_forwarded_head(turn.request.head)
-        request_head = finish_request_head(turn.forwarded, None if turn.route == "models" else length)
+        request_head = finish_request_head(
+            turn.forwarded,
+            None if turn.route == "models" else length,
+            guarded=turn.guarded and turn.phase == "decode",
+        )
         fresh = False
         while True:
             connection: UpstreamConnection | None = None
@@ -382,8 +420,21 @@ class Proxy:
         return ApiError(status, f"The {leg.lower()} engine gave no answer: {error}; send the request again.")
 
 
-def _discard(data: bytes) -> None:
-    """Prefill's one token is of no use."""
+async def _read_small(connection: UpstreamConnection, head: ResponseHead) -> bytes:
+    """Take an answer that no client gets to its end; nothing is kept of one that is long or comes in chunks.
+
+    Raises:
+        UpstreamError: the answer broke off.
+    """
+    body = bytearray()
+    kept = head.length is not None and head.length <= _PREFILL_ANSWER_BYTES
+
+    def keep(data: bytes) -> None:
+        if kept:
+            body.extend(data)
+
+    await connection.relay(keep)
+    return bytes(body)
 
 
 def _is_multipart(request: Request) -> bool:

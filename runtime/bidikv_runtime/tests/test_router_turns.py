@@ -36,7 +36,11 @@ async def test_a_streamed_turn_goes_through_both_legs(rig: Rig) -> None:
     assert len(prefill.json["kv_transfer_params"]["bidikv_sources"]) == 2
     # The engine that decodes is the first source: it holds the last turn.
     assert prefill.json["kv_transfer_params"]["bidikv_sources"][0] == rig.engine_of(decode).endpoint.lookup
-    assert decode.json["kv_transfer_params"] == {"bidikv_sources": [rig.engine_of(prefill).endpoint.lookup]}
+    session = prefill.json["kv_transfer_params"]["bidikv_session"]
+    assert decode.json["kv_transfer_params"] == {
+        "bidikv_sources": [rig.engine_of(prefill).endpoint.lookup],
+        "bidikv_session": session,
+    }
     assert {key: value for key, value in decode.json.items() if key != "kv_transfer_params"} == TURN
 
 
@@ -47,7 +51,7 @@ async def test_the_decode_body_is_the_clients_bytes(rig: Rig) -> None:
         assert (await response.json())["object"] == "answer"
     sent = rig.sole_exchange("decode").body
     assert sent.startswith(body.rstrip()[:-1] + b',"kv_transfer_params":')
-    assert sent.endswith(b"]}}")
+    assert json.loads(sent) == json.loads(body) | {"kv_transfer_params": json.loads(sent)["kv_transfer_params"]}
 
 
 async def test_a_clients_kv_transfer_params_reach_no_engine(rig: Rig) -> None:
@@ -104,7 +108,7 @@ async def test_one_way_mode_offers_prefill_no_sources() -> None:
         async with rig.http.post(CHAT, json=TURN) as response:
             assert response.status == 200
             await response.read()
-        assert rig.sole_exchange("prefill").json["kv_transfer_params"] == {"bidikv_sources": []}
+        assert rig.sole_exchange("prefill").json["kv_transfer_params"]["bidikv_sources"] == []
         assert 'bidikv_router_time_to_first_token_seconds_count{path="oneway"} 1.0' in await rig.metrics()
 
 
@@ -112,7 +116,8 @@ async def test_requests_that_decode_must_compute_itself_have_no_prefill_leg(rig:
     async with rig.http.post("/v1/completions", json={"model": "m", "prompt": "p", "prompt_logprobs": 1}) as response:
         assert response.status == 200
     assert rig.exchanges("prefill") == []
-    assert rig.sole_exchange("decode").json["kv_transfer_params"] == {"bidikv_sources": []}
+    assert rig.sole_exchange("decode").json["kv_transfer_params"].keys() == {"bidikv_sources", "bidikv_session"}
+    assert rig.sole_exchange("decode").json["kv_transfer_params"]["bidikv_sources"] == []
 
 
 async def test_other_requests_reach_one_decode_engine(rig: Rig) -> None:
