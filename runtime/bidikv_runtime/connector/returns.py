@@ -1,0 +1,151 @@
+"""When a session comes back: learnt from the times between the end of a request and the session's next one.
+
+Those gaps span orders of magnitude (a tool's answer in 0.2 s, a person's after ten minutes) and their shape is not
+known, so they are counted in bins of logarithmic width. Three levels, each the prior of the next: all sessions,
+sessions of the same kind (what the request said about the next turn, how many turns there were), this session.
+
+Invariant: probabilities lie strictly between 0 and 1; nothing observed makes an estimate infinite or undefined.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
+
+Kind = tuple[str | None, int]
+
+FIRST_EDGE: Final = 0.1
+EDGE_RATIO: Final = 1.6
+NEVER_PRIOR: Final = 0.5
+"""Before anything is known, a session is as likely to be over as not."""
+KIND_WEIGHT: Final = 8.0
+"""All sessions' gaps weigh as much as this many of the kind's own; likewise SESSION_WEIGHT."""
+SESSION_WEIGHT: Final = 4.0
+POOLED_MEMORY: Final = 1024.0
+"""Observations after which old ones are halved; likewise SESSION_MEMORY."""
+SESSION_MEMORY: Final = 32.0
+TURN_BOUNDS: Final = (2, 4, 8)
+"""Turns at which a session becomes another kind."""
+
+
+def build_kind(expect: str | None, turns: int) -> Kind:
+    return expect, bisect_right(TURN_BOUNDS, turns)
+
+
+@dataclass
+class Gaps:
+    """Counted gaps: one count per bin and, last, one for sessions that did not come back."""
+
+    counts: list[float]
+    total: float = 0.0
+
+    def observe(self, position: int, memory: float) -> None:
+        self.counts[position] += 1.0
+        self.total += 1.0
+        if self.total >= memory:
+            self.counts = [count / 2 for count in self.counts]
+            self.total /= 2
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """For a session whose request has just ended; ages in seconds since then."""
+
+    edges: Sequence[float]
+    rates: Sequence[float]
+    """Per bin, 1/s: see ``rate``."""
+    chances: Sequence[float]
+
+    def rate(self, age: float) -> float:
+        """Returns per second of waiting if one waits on for as long as pays best, given no return yet.
+
+        The best ratio, over all waiting times, of the probability of a return to the expected time until the return or
+        the end of waiting: the Gittins index of the bet on this session (J. Gittins, "Bandit processes and dynamic
+        allocation indices", 1979). It grows with the age where the return is due and falls where it is overdue, which
+        neither the age (least recently used) nor the probability alone does.
+        """
+        return self.rates[self._position(age)]
+
+    def chance(self, age: float) -> float:
+        """Probability of a return before the horizon, given none yet."""
+        return self.chances[self._position(age)]
+
+    def _position(self, age: float) -> int:
+        return min(bisect_right(self.edges, age), len(self.rates) - 1)
+
+
+@dataclass
+class Returns:
+    """What was learnt of all sessions.
+
+    Args:
+        horizon: seconds; a later return is none.
+    """
+
+    horizon: float
+    edges: list[float] = field(init=False)
+    """Upper ends of the bins, in seconds; the last is the horizon."""
+    _everyone: Gaps = field(init=False)
+    _kinds: dict[Kind, Gaps] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.edges, edge = [], FIRST_EDGE
+        while edge < self.horizon:
+            self.edges.append(edge)
+            edge *= EDGE_RATIO
+        self.edges.append(self.horizon)
+        bins = len(self.edges)
+        self._everyone = Gaps([(1 - NEVER_PRIOR) / bins] * bins + [NEVER_PRIOR], 1.0)
+
+    def build_history(self) -> Gaps:
+        """Nothing known yet of a session."""
+        return Gaps([0.0] * (len(self.edges) + 1))
+
+    def observe(self, kind: Kind, history: Gaps, gap: float | None) -> None:
+        """A session came back after ``gap`` seconds, or (None) not within the horizon."""
+        position = len(self.edges) if gap is None else min(bisect_right(self.edges, gap), len(self.edges))
+        self._everyone.observe(position, POOLED_MEMORY)
+        self._kinds.setdefault(kind, self.build_history()).observe(position, POOLED_MEMORY)
+        history.observe(position, SESSION_MEMORY)
+
+    def forecast(self, kind: Kind, history: Gaps) -> Forecast:
+        """What to expect of a session of this kind and history."""
+        shares = [count / self._everyone.total for count in self._everyone.counts]
+        for gaps, weight in ((self._kinds.get(kind), KIND_WEIGHT), (history, SESSION_WEIGHT)):
+            if gaps is not None:
+                total = gaps.total + weight
+                shares = [(count + weight * share) / total for count, share in zip(gaps.counts, shares, strict=True)]
+        never = shares.pop()
+        later = list(accumulate(reversed(shares), initial=never))[::-1]  # no return before the bin's start
+        starts = [0.0, *self.edges[:-1]]
+        waits = [
+            (end - start) * (before + after) / 2
+            for start, end, before, after in zip(starts, self.edges, later, later[1:], strict=False)
+        ]
+        rates, chances = [], []
+        for first in range(len(shares)):
+            returned = waited = best = 0.0
+            for share, wait in zip(shares[first:], waits[first:], strict=True):
+                returned += share
+                waited += wait
+                best = max(best, returned / waited)
+            rates.append(best)
+            chances.append(returned / later[first])
+        return Forecast(self.edges, rates, chances)
+
+    def describe(self) -> dict[str, object]:
+        """Chance of a return and the median gap, by kind; for the JSON state."""
+        kinds = {}
+        for (expect, stage), gaps in sorted(self._kinds.items(), key=str):
+            returned = gaps.total - gaps.counts[-1]
+            sums = list(accumulate(gaps.counts[:-1]))
+            median = self.edges[min(bisect_right(sums, returned / 2), len(sums) - 1)] if returned > 0 else None
+            kinds[f"{expect or 'unknown'}/{stage}"] = {
+                "observations": round(gaps.total, 1),
+                "returned": round(returned / gaps.total, 3),
+                "median_seconds": None if median is None else round(median, 2),
+            }
+        return kinds
