@@ -39,7 +39,8 @@ def vanished_source(blocks: int) -> Iterator[str]:
             if router.poll(100):
                 identity, data = router.recv_multipart()
                 request = msgspec.msgpack.decode(data)
-                found = wire.Found(request[2], 1, list(range(1, blocks + 1)), list(range(1, blocks + 1)), peer)
+                ids = list(range(1, blocks + 1))
+                found = wire.Found(request[2], 1, [wire.Run(0, ids, ids)], peer)
                 router.send_multipart((identity, wire.encode(found)))
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:

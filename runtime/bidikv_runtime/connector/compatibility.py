@@ -1,23 +1,32 @@
 """Which engines may exchange KV, and which engines the connector supports at all.
 
 A block hash covers tokens, adapters, multimodal items and salts, but neither the model nor how its KV is laid out. So
-every lookup carries a digest of these, and a source answers only its equal. The NIXL handshake compares some of them
-again.
+every lookup carries a digest of these, and a source answers only its equal. The tensor parallel size is apart: vLLM's
+NIXL connector maps KV between some unequal sizes. The NIXL handshake compares some of all this again, in asserts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from bidikv_runtime import contract
+from bidikv_runtime.connector import wire
 
-SUPPORTED_VLLM: Final = "0.32"
+SUPPORTED_VLLM: Final = ("0.32", "0.33")
 """The connector builds on internals of vLLM (scheduler, block pool, NIXL connector); minor versions change them."""
 SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
+"""Classes of vLLM's v1/kv_cache_interface.py, by exact name: some that derive from them break what a block hash says
+(RSWASpec frees blocks in the middle, SinkFullAttentionSpec adds sinks, HiddenStateCacheSpec holds no KV). The others of
+0.32 and 0.33 keep no block for every token (sliding windows, chunked local attention, circular buffers, Mamba states),
+have no hash of their own content (encoder-only and cross attention) or live in two pools (HiSparse)."""
+UNIFORM_SPECS: Final = "UniformTypeKVCacheSpecs"
+"""One group whose layers differ in size only; it is what its layers are."""
+TENSOR_PARALLEL_SIZE: Final = "tensor_parallel_size"
 
 
 class UnsupportedEngineError(RuntimeError):
@@ -36,13 +45,28 @@ class Compatibility:
     kv_cache_dtype: str
     quantization: str
     block_size: str
+    hash_block_size: str
+    """Tokens per block hash, which may be fewer than per block."""
     hash_algorithm: str
     hash_seed: str
-    tensor_parallel_size: str
+    attention: str
+    """``MLA``, or ``MHA`` for attention with heads of its own for keys and values, grouped or not."""
+    kv_heads: str
+    """Of all ranks together."""
+    head_size: str
+    layers: str
+    kv_layout: str
+    """vLLM's name for the order of layers, blocks, heads and tokens in memory, for example LBHNC."""
+    drafts: str
+    """The draft model whose KV lies in the same blocks, or ``none``."""
     vllm: str
 
     def digest(self) -> bytes:
         """Equal for equal values; 16 bytes."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> bytes:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).digest()[:16]
 
     def describe(self) -> dict[str, str]:
@@ -59,8 +83,48 @@ class Compatibility:
         return "; ".join(differences) or "nothing that this version compares"
 
 
+def explain_parallelism(both: Compatibility, reader: int, source: int) -> str | None:
+    """Why a reader cannot read from a source that is ``both`` too, by their tensor parallel sizes; None if it can.
+
+    The rules are those that vLLM asserts at the handshake (``_validate_remote_agent_handshake``).
+    """
+    sizes = f"tensor parallel sizes are {reader} at the reader and {source} at the source"
+    if reader == source:
+        return None
+    if max(reader, source) % min(reader, source):
+        return f"{sizes}: one must divide the other"
+    if both.attention == "MLA":
+        return None  # every rank holds all of it
+    if not both.kv_layout.endswith("HNC"):
+        return f"{sizes}, and the KV cache layout is {both.kv_layout}: heads can only be split in LBHNC and BLHNC"
+    if source > reader and source > int(both.kv_heads):
+        return (
+            f"{sizes}, and the model has {both.kv_heads} KV heads: a reader with fewer ranks needs a source with no "
+            "more ranks than heads"
+        )
+    return None
+
+
+def describe_source(compatibility: Compatibility, tensor_parallel_size: int) -> dict[str, str]:
+    """What a source says of itself when it refuses."""
+    return compatibility.describe() | {TENSOR_PARALLEL_SIZE: str(tensor_parallel_size)}
+
+
+def explain_refusal(own: Compatibility, tensor_parallel_size: int, refused: wire.Refused) -> str:
+    """Why a source refused this engine, as the end of a sentence."""
+    if refused.version != wire.VERSION:
+        return f"it speaks version {refused.version} of the protocol and this engine {wire.VERSION}"
+    other = dict(refused.compatibility)
+    size = other.pop(TENSOR_PARALLEL_SIZE, "")
+    if other == own.describe() and size.isdecimal() and int(size) > 0:
+        reason = explain_parallelism(own, tensor_parallel_size, int(size))
+        if reason is not None:
+            return reason
+    return own.explain(other)
+
+
 def compute_compatibility(config: Any, vllm_version: str, environment: Mapping[str, str]) -> Compatibility:
-    """Compatibility of the engine that runs with vLLM's ``config`` (a ``VllmConfig``)."""
+    """Compatibility of the engine that runs with vLLM's ``config`` (a ``VllmConfig``), its KV cache laid out."""
     model, cache = config.model_config, config.cache_config
     described = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
     return Compatibility(
@@ -71,11 +135,31 @@ def compute_compatibility(config: Any, vllm_version: str, environment: Mapping[s
         kv_cache_dtype=str(cache.cache_dtype),
         quantization=str(model.quantization),
         block_size=str(cache.block_size),
+        hash_block_size=str(cache.hash_block_size),
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=environment.get("PYTHONHASHSEED", ""),
-        tensor_parallel_size=str(config.parallel_config.tensor_parallel_size),
+        attention="MLA" if model.use_mla else "MHA",
+        kv_heads=str(model.get_total_num_kv_heads()),
+        head_size=str(model.get_head_size()),
+        layers=str(model.get_total_num_hidden_layers()),
+        kv_layout=str(cache.kv_cache_layout),
+        drafts=_describe_drafts(config.speculative_config),
         vllm=vllm_version,
     )
+
+
+def _describe_drafts(speculative: Any) -> str:
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return "none"  # n-grams and the like keep no KV
+    draft = speculative.draft_model_config
+    return f"{speculative.method} {draft.model} {draft.revision}"
+
+
+def drops_last_block(config: Any) -> bool:
+    """Whether the last block of every match is to be left out, as vLLM does with its own prefix hits (``choose_parts``
+    says why)."""
+    speculative = config.speculative_config
+    return speculative is not None and bool(speculative.use_eagle_block_drop())
 
 
 def validate_engine(
@@ -83,7 +167,7 @@ def validate_engine(
     vllm_version: str,
     environment: Mapping[str, str],
     device_type: str,
-    kv_specs: Sequence[str],
+    kv_specs: Sequence[Any],
 ) -> None:
     """Refuse an engine whose configuration the protocol does not cover.
 
@@ -92,15 +176,16 @@ def validate_engine(
         vllm_version: version of the running vLLM.
         environment: of the engine process.
         device_type: vLLM's platform, ``cpu`` or ``cuda``.
-        kv_specs: class name of the KV cache spec of each cache group.
+        kv_specs: the KV cache spec of each cache group.
 
     Raises:
         UnsupportedEngineError: one sentence that names the setting and the remedy.
     """
     cache, parallel, transfer = config.cache_config, config.parallel_config, config.kv_transfer_config
-    if vllm_version.split("+")[0].split(".")[:2] != SUPPORTED_VLLM.split("."):
+    if ".".join(vllm_version.split("+")[0].split(".")[:2]) not in SUPPORTED_VLLM:
         raise UnsupportedEngineError(
-            f"vLLM is {vllm_version}: this connector supports {SUPPORTED_VLLM}.x, use an image of that version"
+            f"vLLM is {vllm_version}: this connector supports {' and '.join(SUPPORTED_VLLM)}, use an image of such a "
+            "version"
         )
     if not cache.enable_prefix_caching:
         raise UnsupportedEngineError(
@@ -139,13 +224,42 @@ def validate_engine(
             raise UnsupportedEngineError(
                 f"{name} parallel size is {size}: set it to 1, use tensor parallelism to split the model"
             )
+    validate_specs(kv_specs)
+
+
+def validate_specs(kv_specs: Sequence[Any]) -> None:
+    """Refuse a KV cache of which a block's hash does not tell the whole content. To be called on both sides: the
+    scheduler's configuration shows one layer of a group, the workers' show all.
+
+    Raises:
+        UnsupportedEngineError: one sentence that names the layers' kind and the remedy.
+    """
     if len(kv_specs) != 1:
         raise UnsupportedEngineError(
-            f"the model has {len(kv_specs)} KV cache groups ({', '.join(kv_specs)}): only models with one group of "
-            "full attention are supported, no sliding windows or state-space layers"
+            f"the model has {len(kv_specs)} KV cache groups ({', '.join(type(spec).__name__ for spec in kv_specs)}): "
+            "only models with one group of full attention are supported, no sliding windows or state-space layers"
         )
-    if kv_specs[0] not in SUPPORTED_SPECS:
-        raise UnsupportedEngineError(
-            f"the model's KV cache is a {kv_specs[0]}: only full attention is supported "
-            f"({', '.join(sorted(SUPPORTED_SPECS))})"
-        )
+    for spec in _iterate_layers(kv_specs[0]):
+        kind = type(spec).__name__
+        if kind not in SUPPORTED_SPECS:
+            raise UnsupportedEngineError(
+                f"the model's KV cache is a {kind}: only full attention is supported "
+                f"({', '.join(sorted(SUPPORTED_SPECS))}), use another model"
+            )
+        if spec.non_causal:
+            raise UnsupportedEngineError(
+                "the model attends to later tokens of the prompt: its KV does not follow from the tokens before it, "
+                "use another model"
+            )
+        if spec.tokens_per_state != 1:
+            raise UnsupportedEngineError(
+                f"the model's KV cache keeps one state for {spec.tokens_per_state} tokens: only one for each token is "
+                "supported, use another model"
+            )
+
+
+def _iterate_layers(spec: Any) -> Iterator[Any]:
+    if type(spec).__name__ == UNIFORM_SPECS:
+        yield from spec.kv_cache_specs.values()
+    else:
+        yield spec

@@ -8,7 +8,10 @@ Invariants, on which the protocol's correctness rests:
    knows that the block was not re-allocated in between, even to the same content.
 4. Nothing is kept per reader: a lookup changes nothing.
 
-All methods may be called from any thread: the scheduler publishes, the lookup server's thread answers.
+One thread (the scheduler's) changes the index, any thread asks. Questions take no lock, so that neither side ever waits
+for the other: each entry is one dictionary item, read in one step. A lookup that runs beside a change may thus mix old
+and new entries, which is no fault: it is a hint, and each block of it is proved by its number after the read. A
+validation compares each block's number at some moment after the question came, hence after the read had ended.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
+
+from bidikv_runtime.connector.wire import MAXIMUM_RUNS, Run
 
 
 def compute_final_tokens(found: int, computed: int, in_flight: int, total: int) -> int:
@@ -41,13 +46,14 @@ class PublicationIndex:
     def __init__(self) -> None:
         self.epoch = secrets.randbits(62)
         """Drawn per process: what a reader learnt from an earlier process at this address never validates here."""
-        self._lock = threading.Lock()
-        self._block_of_hash: dict[bytes, int] = {}
-        self._entry_of_block: dict[int, tuple[bytes, int]] = {}  # block -> (hash, publication number)
+        self._changing = threading.Lock()
+        self._entry_of_hash: dict[bytes, tuple[int, int]] = {}  # hash -> (block, publication number)
+        self._hash_of_block: dict[int, bytes] = {}
+        self._number_of_block: dict[int, int] = {}
         self._next_number = 1
 
     def __len__(self) -> int:
-        return len(self._entry_of_block)
+        return len(self._number_of_block)
 
     def publish(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> list[int]:
         """Publish ``blocks[i]`` under ``hashes[i]``; returns the blocks that are new and need a re-use watcher.
@@ -56,55 +62,69 @@ class PublicationIndex:
         flight stay valid. Two blocks of equal content may both be published; lookups give the later one.
         """
         new: list[int] = []
-        with self._lock:
+        with self._changing:
             for content, block in zip(hashes, blocks, strict=True):
-                entry = self._entry_of_block.get(block)
-                if entry is None or entry[0] != content:
-                    if entry is not None:
+                published = self._hash_of_block.get(block)
+                if published != content:
+                    if published is not None:
                         self._remove(block)
-                    self._entry_of_block[block] = (content, self._next_number)
+                    self._number_of_block[block] = self._next_number
+                    self._hash_of_block[block] = content
                     self._next_number += 1
                     new.append(block)
-                self._block_of_hash[content] = block
+                self._entry_of_hash[content] = (block, self._number_of_block[block])
         return new
 
     def unpublish(self, blocks: Iterable[int]) -> int:
         """Remove blocks that are about to be re-used; returns how many were published."""
-        with self._lock:
+        with self._changing:
             return sum(self._remove(block) for block in blocks)
 
     def clear(self) -> None:
         """Remove everything. Numbers go on, so that reads in flight fail their validation."""
-        with self._lock:
-            self._block_of_hash.clear()
-            self._entry_of_block.clear()
+        with self._changing:
+            self._number_of_block.clear()
+            self._hash_of_block.clear()
+            self._entry_of_hash.clear()
 
-    def lookup(self, hashes: Iterable[bytes]) -> tuple[list[int], list[int]]:
-        """Blocks and publication numbers of the longest leading run of ``hashes`` that is published."""
-        blocks: list[int] = []
-        numbers: list[int] = []
-        with self._lock:
-            for content in hashes:
-                block = self._block_of_hash.get(content)
-                if block is None:
-                    break
-                blocks.append(block)
-                numbers.append(self._entry_of_block[block][1])
-        return blocks, numbers
+    def lookup(self, hashes: Sequence[bytes]) -> list[Run]:
+        """The first ``MAXIMUM_RUNS`` maximal runs of published blocks among ``hashes``, in order."""
+        entries = list(map(self._entry_of_hash.get, hashes))
+        runs: list[Run] = []
+        start = 0
+        while len(runs) < MAXIMUM_RUNS:
+            while start < len(entries) and entries[start] is None:
+                start += 1
+            if start == len(entries):
+                break
+            end = _find_gap(entries, start)
+            blocks, numbers = zip(*entries[start:end], strict=True)  # type: ignore[misc]
+            runs.append(Run(start, list(blocks), list(numbers)))
+            start = end
+        return runs
 
     def validate(self, blocks: Sequence[int], numbers: Sequence[int]) -> int:
         """How many leading blocks still carry these publication numbers."""
-        with self._lock:
-            for position, (block, number) in enumerate(zip(blocks, numbers, strict=True)):
-                entry = self._entry_of_block.get(block)
-                if entry is None or entry[1] != number:
-                    return position
-        return len(blocks)
+        current = list(map(self._number_of_block.get, blocks))
+        if current == list(numbers):
+            return len(current)
+        for position, (number, expected) in enumerate(zip(current, numbers, strict=True)):
+            if number != expected:
+                return position
+        return len(current)
 
     def _remove(self, block: int) -> bool:
-        entry = self._entry_of_block.pop(block, None)
-        if entry is None:
+        if self._number_of_block.pop(block, None) is None:
             return False
-        if self._block_of_hash.get(entry[0]) == block:
-            del self._block_of_hash[entry[0]]
+        content = self._hash_of_block.pop(block)
+        entry = self._entry_of_hash.get(content)
+        if entry is not None and entry[0] == block:
+            del self._entry_of_hash[content]
         return True
+
+
+def _find_gap(entries: list[tuple[int, int] | None], start: int) -> int:
+    try:
+        return entries.index(None, start)
+    except ValueError:
+        return len(entries)

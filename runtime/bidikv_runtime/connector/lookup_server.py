@@ -1,7 +1,8 @@
 """The lookup port: a thread beside the scheduler that answers LOOKUP and VALIDATE from the publication index.
 
 It needs no engine step, so an idle engine answers and stays idle. It keeps nothing per reader: a reader that goes away
-in the middle of a read leaves nothing behind, and a restarted source is told apart by its epoch alone.
+in the middle of a read leaves nothing behind, and a restarted source is told apart by its epoch alone. Which blocks
+were read is passed on to the scheduler, for whom a validated read ends the hand-over of a prefill.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from typing import Final
 
 import zmq
 
+from bidikv_runtime.connector import tokens as authentication
 from bidikv_runtime.connector import wire
-from bidikv_runtime.connector.compatibility import Compatibility
+from bidikv_runtime.connector.compatibility import Compatibility, describe_source, explain_parallelism
 from bidikv_runtime.connector.index import PublicationIndex
+from bidikv_runtime.connector.tokens import Tokens
 
 STOP_SECONDS: Final = 5.0
 """How long ``stop`` waits for the thread, which is at most in the middle of one answer."""
@@ -27,6 +30,9 @@ KEEPALIVE_PROBES: Final = 4
 """A reader whose machine vanished never closes its connection: without probes each would cost a descriptor for ever."""
 
 
+COUNTS: Final = ("lookups", "validations", "refused", "malformed", "unauthenticated")
+
+
 class LookupPortError(RuntimeError):
     """The lookup port cannot be opened."""
 
@@ -34,14 +40,17 @@ class LookupPortError(RuntimeError):
 def answer(index: PublicationIndex, compatibility: Compatibility, peer: wire.Peer, request: wire.Request) -> wire.Reply:
     """Reply to one request. Depends on the index alone."""
     if request.version != wire.VERSION:
-        return wire.Refused(request.sequence, wire.VERSION, {})
+        return wire.Refused(request.sequence, wire.VERSION, {}, index.epoch)
     if isinstance(request, wire.Validate):
         valid = index.validate(request.blocks, request.publications) if request.epoch == index.epoch else 0
         return wire.Validated(request.sequence, index.epoch, valid)
-    if request.compatibility != compatibility.digest():
-        return wire.Refused(request.sequence, wire.VERSION, compatibility.describe())
-    blocks, publications = index.lookup(request.hashes)
-    return wire.Found(request.sequence, index.epoch, blocks, publications, peer)
+    if (
+        request.compatibility != compatibility.digest()
+        or explain_parallelism(compatibility, request.tensor_parallel_size, peer.tensor_parallel_size) is not None
+    ):
+        source = describe_source(compatibility, peer.tensor_parallel_size)
+        return wire.Refused(request.sequence, wire.VERSION, source, index.epoch)
+    return wire.Found(request.sequence, index.epoch, index.lookup(request.hashes), peer)
 
 
 class LookupServer:
@@ -55,14 +64,18 @@ class LookupServer:
         host: str,
         port: int,
         logger: logging.Logger,
+        tokens: Tokens | None = None,
     ) -> None:
-        """Port 0 takes any free port; ``port`` then holds it.
+        """Port 0 takes any free port; ``port`` then holds it. Without ``tokens`` everybody is answered.
 
         Raises:
             LookupPortError: one sentence that names the address and the remedy.
         """
         self._index, self._compatibility, self._peer, self._logger = index, compatibility, peer, logger
-        self._malformed_logged = False
+        self._tokens = tokens
+        self._counts = dict.fromkeys(COUNTS, 0)
+        self._read_blocks: set[int] = set()
+        self._reading = threading.Lock()
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -100,6 +113,19 @@ class LookupServer:
                 self._stop.send(b"", zmq.NOBLOCK)
             self._thread.join(STOP_SECONDS)
 
+    def take_read_blocks(self) -> list[int]:
+        """Blocks that readers have validated since the last call; called by the scheduler.
+
+        Bounded by the pool: only a block that was published when the question came can be valid.
+        """
+        with self._reading:
+            taken, self._read_blocks = self._read_blocks, set()
+        return list(taken)
+
+    def describe(self) -> dict[str, int]:
+        """Messages so far, by what became of them. May be called from any thread."""
+        return dict(self._counts)
+
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -117,11 +143,33 @@ class LookupServer:
         try:
             if len(frames) != 2:
                 raise wire.WireError(f"a message has {len(frames)} frames instead of 2")
-            reply = answer(self._index, self._compatibility, self._peer, wire.decode_request(frames[1]))
+            data: bytes | None = frames[1]
+            assert data is not None
+            if self._tokens is not None and (data := self._tokens.open(authentication.REQUEST, data)) is None:
+                self._drop("unauthenticated", "no token fits: give all engines the same token file")
+                return
+            request = wire.decode_request(data)
         except wire.WireError as error:
-            if not self._malformed_logged:  # once: whoever can reach the port could fill the log
-                self._malformed_logged = True
-                self._logger.warning("the lookup port drops malformed messages, the first one because %s", error)
+            self._drop("malformed", str(error))
             return
+        reply = answer(self._index, self._compatibility, self._peer, request)
+        self._note(request, reply)
+        encoded = wire.encode(reply)
+        if self._tokens is not None:
+            encoded = self._tokens.seal(authentication.REPLY, encoded)
         with contextlib.suppress(zmq.Again):  # a reader that does not take its replies: its deadline covers it
-            self._socket.send_multipart((frames[0], wire.encode(reply)), zmq.NOBLOCK)
+            self._socket.send_multipart((frames[0], encoded), zmq.NOBLOCK)
+
+    def _note(self, request: wire.Request, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Validated):
+            self._counts["validations"] += 1
+            if isinstance(request, wire.Validate) and reply.valid:
+                with self._reading:
+                    self._read_blocks.update(request.blocks[: reply.valid])
+        else:
+            self._counts["lookups" if isinstance(reply, wire.Found) else "refused"] += 1
+
+    def _drop(self, kind: str, reason: str) -> None:
+        self._counts[kind] += 1
+        if self._counts[kind] == 1:  # once: whoever can reach the port could fill the log
+            self._logger.warning("the lookup port drops %s messages, the first one because %s", kind, reason)

@@ -1,7 +1,7 @@
 """What one request does about the KV that its sources may hold: ask, choose, read, and then be done. Pure.
 
-All positions are block indices within the request. The scheduler may ask several times before it can place a request,
-and the local prefix may grow or shrink in between (others evict it): every answer is taken relative to the current one.
+All positions are block indices within the request. Sources may be asked before the local prefix is known, and the local
+prefix may grow or shrink afterwards (others evict it): every answer is taken relative to the current one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from bidikv_runtime.connector import wire
-from bidikv_runtime.connector.choice import Answer, choose_answer, is_decided
+from bidikv_runtime.connector.choice import Match, Part, choose_parts, is_decided
 from bidikv_runtime.connector.lookup_client import Question
 from bidikv_runtime.connector.sources import Source
 
@@ -32,12 +32,14 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Read:
-    """Blocks to read: ``blocks[i]`` of the source goes to the request's block ``first + i``."""
+    """Blocks to read: block ``first + part.offset + i`` of the request is ``part.blocks[i]`` of that part's source."""
 
     first: int
-    answer: Answer
-    blocks: tuple[int, ...]
-    publications: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(len(part.blocks) for part in self.parts)
 
 
 @dataclass
@@ -45,18 +47,23 @@ class Reuse:
     """Times are of ``time.monotonic``."""
 
     sources: Sequence[Source]
+    drop_last: bool = False
+    """See ``choose_parts``."""
     phase: Phase = Phase.SETTLED
     lookups: int = 0
     first: int = 0
     """The first block that was asked for."""
     asked: int = 0
     started: float = 0.0
+    waited: bool = False
+    """Whether the scheduler has waited in place for the answers to these questions."""
     questions: Sequence[Question] = ()
-    answer: Answer | None = None
+    offer: Match | None = None
+    """What the last ``match`` found, the request's block ``offered_from`` first."""
+    offered_from: int = 0
     read: Read | None = None
+    _answers: Sequence[tuple[Source, wire.Found]] = field(default=(), repr=False)
     _settle_until: float = field(default=float("inf"), repr=False)
-    _local: int = field(default=0, repr=False)
-    """The local prefix of the last match."""
 
     @property
     def may_ask(self) -> bool:
@@ -64,12 +71,13 @@ class Reuse:
 
     def start(self, questions: Sequence[Question], first: int, asked: int, now: float) -> None:
         """Questions about ``asked`` blocks from ``first`` on are on their way."""
-        self.phase, self.answer, self._settle_until = Phase.ASKING, None, float("inf")
+        self.phase, self.offer, self._answers, self._settle_until = Phase.ASKING, None, (), float("inf")
         self.questions, self.first, self.asked, self.started = questions, first, asked, now
+        self.waited = False
         self.lookups += 1
 
     def settle(self) -> None:
-        self.phase, self.questions = Phase.SETTLED, ()
+        self.phase, self.questions, self._answers = Phase.SETTLED, (), ()
 
     def is_outdated(self, local: int, now: float) -> bool:
         """Whether to ask again: the local prefix of ``local`` blocks no longer reaches to where the questions began, or
@@ -79,36 +87,49 @@ class Reuse:
         old = self.phase is Phase.MATCHED and self.may_ask and now - self.started > ANSWER_LIFE
         return local < self.first or old
 
-    def decide(self, own_engine: str, settle_wait: float, now: float) -> str | None:
-        """Choose among the answers so far; the result for the metrics, or None while waiting may still help."""
-        answer = choose_answer(self.questions, own_engine)
-        if answer is not None and self._settle_until == float("inf"):
+    def decide(self, own_engine: str, local: int, settle_wait: float, now: float) -> str | None:
+        """Settle on the answers so far; the result for the metrics, or None while waiting may still help.
+
+        Args:
+            own_engine: engine id of this engine, which never reads from itself.
+            local: blocks of the local prefix.
+            settle_wait: how long slower sources may still add to what was found.
+            now: the time.
+        """
+        replies = [(question.source, question.reply) for question in self.questions]
+        answers = [
+            (source, reply)
+            for source, reply in replies
+            if isinstance(reply, wire.Found) and reply.peer.engine_id != own_engine
+        ]
+        start = max(0, local - self.first)
+        match = choose_parts(answers, start, self.asked, self.drop_last)
+        if match is not None and self._settle_until == float("inf"):
             self._settle_until = now + settle_wait
-        if not is_decided(self.questions, answer, self.asked, self._settle_until, now):
+        complete = start + (0 if match is None else match.count) + self.drop_last >= self.asked
+        if not is_decided(self.questions, complete, match is not None, self._settle_until, now):
             return None
-        replies = [question.reply for question in self.questions]
-        self.answer, self.questions = answer, ()
-        self.phase = Phase.SETTLED if answer is None else Phase.MATCHED
-        if answer is not None:
+        self._answers, self.questions = answers, ()
+        self.phase = Phase.SETTLED if match is None else Phase.MATCHED
+        if match is not None:
             return "hit"
-        if any(isinstance(reply, wire.Found) for reply in replies):
+        if any(isinstance(reply, wire.Found) for _, reply in replies):
             return "miss"
-        return "silent" if not any(replies) else "refused"
+        return "refused" if any(reply is not None for _, reply in replies) else "silent"
 
     def match(self, local: int, last: int) -> int:
-        """Blocks that the answer adds to a local prefix of ``local`` blocks, none of them from ``last`` on."""
-        if self.phase is not Phase.MATCHED or self.answer is None or local < self.first:
+        """Blocks that the answers add to a local prefix of ``local`` blocks, none of them from ``last`` on."""
+        if self.phase is not Phase.MATCHED or local < self.first:
             return 0
-        self._local = local
-        return max(0, min(self.first + len(self.answer.blocks), last) - local)
+        self.offer = choose_parts(self._answers, local - self.first, last - self.first, self.drop_last)
+        self.offered_from = local
+        return 0 if self.offer is None else self.offer.count
 
     def begin_read(self, count: int) -> Read:
-        """Read ``count`` blocks of those that the last ``match`` offered."""
+        """Read the first ``count`` blocks of those that the last ``match`` offered."""
         assert self.phase is Phase.MATCHED
-        assert self.answer is not None
-        offset = self._local - self.first
-        part = slice(offset, offset + count)
-        read = Read(self._local, self.answer, tuple(self.answer.blocks[part]), tuple(self.answer.publications[part]))
-        assert len(read.blocks) == count, (self, count)
-        self.phase, self.read = Phase.LOADING, read
+        assert self.offer is not None
+        read = Read(self.offered_from, self.offer.trim(count).parts)
+        assert read.count == count, (self, count)
+        self.phase, self.read, self.offer, self._answers = Phase.LOADING, read, None, ()
         return read

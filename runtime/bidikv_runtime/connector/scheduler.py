@@ -22,11 +22,16 @@ from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from bidikv_runtime import contract
 from bidikv_runtime.connector import wire
-from bidikv_runtime.connector.compatibility import compute_compatibility, validate_engine
+from bidikv_runtime.connector.compatibility import (
+    compute_compatibility,
+    drops_last_block,
+    explain_refusal,
+    validate_engine,
+)
 from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
 from bidikv_runtime.connector.lookup_client import LookupClient
 from bidikv_runtime.connector.lookup_server import LookupServer
-from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata
+from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata, build_part_id
 from bidikv_runtime.connector.reuse import Phase, Read, Reuse
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
@@ -39,7 +44,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     """Replaces upstream's decisions (handles, leases, heartbeats) and keeps its handshake listener."""
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings) -> None:
-        specs = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         validate_engine(vllm_config, vllm_version, os.environ, current_platform.device_type, specs)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.settings = settings
@@ -47,7 +52,13 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self.index = PublicationIndex()
         self._compatibility = compute_compatibility(vllm_config, vllm_version, os.environ)
         self._digest = self._compatibility.digest()
-        self._client = LookupClient(settings.silent_period)
+        self._drop_last = drops_last_block(vllm_config)
+        self._client = LookupClient(
+            settings.silent_period,
+            settings.silent_period_maximum,
+            explain=lambda refused: explain_refusal(self._compatibility, self.transfer_tp_size, refused),
+            logger=logger,
+        )
         self._pool: Any = None
         self._found: dict[str, int] = {}
         """Tokens that an unfinished request found in the local prefix cache."""
@@ -57,7 +68,6 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._loading: dict[str, Any] = {}
         """Requests (not aborted) whose read is under way."""
         self._reported_blocks = 0
-        self._refusals_logged: set[Source] = set()
         self._server = LookupServer(
             self.index,
             self._compatibility,
@@ -129,11 +139,11 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         local = num_computed_tokens // self.block_size
         reuse = self._reuses.get(request.request_id)
         if reuse is None:
-            reuse = self._reuses[request.request_id] = Reuse(self._sources(request))
+            reuse = self._reuses[request.request_id] = Reuse(self._sources(request), self._drop_last)
             self._start_lookup(request, reuse, local)
         elif reuse.is_outdated(local, time.monotonic()):
             self._start_lookup(request, reuse, local)
-        if reuse.phase is Phase.ASKING and not self._finish_lookup(reuse):
+        if reuse.phase is Phase.ASKING and not self._finish_lookup(reuse, local):
             return None, False
         if reuse.phase is not Phase.MATCHED:
             return 0, False
@@ -160,24 +170,25 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         metadata = VerifiedReadMetadata()
         metadata.scheduler_clock = time.perf_counter()
         for request_id, (read, local_blocks) in self._reads.items():
-            peer = read.answer.peer
-            metadata.add_new_req_to_recv(
-                request_id=request_id,
-                local_block_ids=(local_blocks,),
-                kv_transfer_params={
-                    "remote_block_ids": (list(read.blocks),),
-                    "remote_engine_id": peer.engine_id,
-                    "remote_request_id": request_id,
-                    "remote_host": peer.host,
-                    "remote_port": peer.port,
-                    "tp_size": peer.tensor_parallel_size,
-                },
-                local_num_computed_blocks=(read.first,),
-                awaiting_kvs=True,
-            )
-            metadata.tickets[request_id] = Ticket(
-                request_id, 1, 0, read.answer.source, read.answer.epoch, read.blocks, read.publications
-            )
+            for number, part in enumerate(read.parts):
+                part_id = build_part_id(request_id, number)
+                metadata.add_new_req_to_recv(
+                    request_id=part_id,
+                    local_block_ids=(local_blocks[part.offset : part.offset + len(part.blocks)],),
+                    kv_transfer_params={
+                        "remote_block_ids": (list(part.blocks),),
+                        "remote_engine_id": part.peer.engine_id,
+                        "remote_request_id": request_id,
+                        "remote_host": part.peer.host,
+                        "remote_port": part.peer.port,
+                        "tp_size": part.peer.tensor_parallel_size,
+                    },
+                    local_num_computed_blocks=(read.first + part.offset,),
+                    awaiting_kvs=True,
+                )
+                metadata.tickets[part_id] = Ticket(
+                    request_id, len(read.parts), part.offset, part.source, part.epoch, part.blocks, part.publications
+                )
         self._reads = {}
         return metadata
 
@@ -189,8 +200,9 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 continue  # aborted during the read
             reuse.settle()
             if request_id in connector_output.failed_recving:
-                self._client.avoid(reuse.read.answer.source)  # it would cost the next request as much
-            expected = len(reuse.read.blocks) * self.block_size
+                for part in reuse.read.parts:
+                    self._client.avoid(part.source)  # it would cost the next request as much
+            expected = reuse.read.count * self.block_size
             reused = max(0, request.num_computed_tokens - reuse.read.first * self.block_size)
             self._record_load(request, reuse, reused, expected - reused)
 
@@ -204,10 +216,10 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def _record_load(self, request: Any, reuse: Reuse, reused: int, discarded: int) -> None:
         assert reuse.read is not None
-        if reused:
-            self.stats.record(
-                contract.METRIC_REUSED_TOKENS, reused, str(reuse.read.answer.source), contract.DIRECTION_UNKNOWN
-            )
+        for part in reuse.read.parts:
+            tokens = min(len(part.blocks) * self.block_size, reused - part.offset * self.block_size)
+            if tokens > 0:
+                self.stats.record(contract.METRIC_REUSED_TOKENS, tokens, str(part.source), contract.DIRECTION_UNKNOWN)
         if discarded:
             self.stats.record(contract.METRIC_DISCARDED_TOKENS, discarded)
 
@@ -234,43 +246,30 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if not reuse.sources or not reuse.may_ask or (last - local) * self.block_size < self.settings.minimum_tokens:
             reuse.settle()
             return
-        sources = [source for source in reuse.sources if not self._client.is_silent(source)]
+        answering = [source for source in reuse.sources if not self._client.is_silent(source)]
+        sources = [source for source in answering if not self._client.is_refused(source)]
         if not sources:
-            self.stats.record(contract.METRIC_LOOKUPS, 1, "silent")
+            self.stats.record(contract.METRIC_LOOKUPS, 1, "refused" if answering else "silent")
             reuse.settle()
             return
         all_hashes = self._hashes(request)
         hashes = [bytes(all_hashes[i]) for i in range(local, last)]
 
         def build(sequence: int) -> wire.Lookup:
-            return wire.Lookup(wire.VERSION, sequence, self._digest, hashes)
+            return wire.Lookup(wire.VERSION, sequence, self._digest, hashes, self.transfer_tp_size)
 
         now = time.monotonic()
         questions = [self._client.ask(source, build, self.settings.lookup_deadline) for source in sources]
         reuse.start(questions, local, last - local, now)
         self._client.wait(questions, self.settings.inline_wait)
 
-    def _finish_lookup(self, reuse: Reuse) -> bool:
+    def _finish_lookup(self, reuse: Reuse, local: int) -> bool:
         """Whether the sources' answers are decided; the request is then matched or settled."""
         self._client.poll()
-        now, questions = time.monotonic(), reuse.questions
-        result = reuse.decide(self.engine_id, self.settings.settle_wait, now)
+        now = time.monotonic()
+        result = reuse.decide(self.engine_id, local, self.settings.settle_wait, now)
         if result is None:
             return False
         self.stats.record(contract.METRIC_LOOKUPS, 1, result)
         self.stats.record(contract.METRIC_LOOKUP_SECONDS, now - reuse.started)
-        for question in questions:
-            if isinstance(question.reply, wire.Refused):
-                self._log_refusal(question.source, question.reply)
         return True
-
-    def _log_refusal(self, source: Source, refused: wire.Refused) -> None:
-        if source in self._refusals_logged or len(self._refusals_logged) > 1000:
-            return
-        self._refusals_logged.add(source)
-        reason = (
-            f"it speaks version {refused.version} of the protocol and this engine {wire.VERSION}"
-            if refused.version != wire.VERSION
-            else self._compatibility.explain(refused.compatibility)
-        )
-        logger.warning("source %s refuses to share KV: %s; its KV is recomputed instead", source, reason)

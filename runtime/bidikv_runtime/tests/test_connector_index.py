@@ -9,8 +9,15 @@ import pytest
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
+from bidikv_runtime.connector.wire import MAXIMUM_RUNS
 
 A, B, C, D = b"hash-a", b"hash-b", b"hash-c", b"hash-d"
+
+
+def found(index: PublicationIndex, hashes: list[bytes]) -> tuple[list[int], list[int]]:
+    """Blocks and numbers of the run that a lookup of ``hashes`` starts with."""
+    runs = index.lookup(hashes)
+    return (runs[0].blocks, runs[0].publications) if runs and runs[0].first == 0 else ([], [])
 
 
 def published(hashes: list[bytes], blocks: list[int]) -> PublicationIndex:
@@ -44,43 +51,50 @@ def test_only_what_an_ended_step_proves_is_final(
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("asked", "runs"),
     [
-        ([A, B, C], [1, 2, 3]),
-        ([A, B], [1, 2]),
-        ([A, D, C], [1]),
-        ([D, A], []),
-        ([A, B, C, D], [1, 2, 3]),
-        ([B, C], [2, 3]),
+        ([A, B, C], [(0, [1, 2, 3])]),
+        ([A, B], [(0, [1, 2])]),
+        ([A, D, C], [(0, [1]), (2, [3])]),
+        ([D, A], [(1, [1])]),
+        ([A, B, C, D], [(0, [1, 2, 3])]),
+        ([D, D, B, C], [(2, [2, 3])]),
+        ([D, D], []),
         ([], []),
     ],
 )
-def test_lookup_gives_the_longest_published_prefix(asked: list[bytes], found: list[int]) -> None:
-    blocks, numbers = published([A, B, C], [1, 2, 3]).lookup(asked)
-    assert blocks == found
-    assert len(numbers) == len(found)
+def test_lookup_gives_the_runs_that_are_published(asked: list[bytes], runs: list[tuple[int, list[int]]]) -> None:
+    looked_up = published([A, B, C], [1, 2, 3]).lookup(asked)
+    assert [(run.first, run.blocks) for run in looked_up] == runs
+    assert all(run.publications == run.blocks for run in looked_up)  # published in order, from number 1 on
+
+
+def test_only_the_first_runs_are_given() -> None:
+    hashes = [bytes([n]) * 8 for n in range(20)]
+    index = published(hashes[::2], list(range(10)))
+    assert [run.first for run in index.lookup(hashes)] == [2 * i for i in range(MAXIMUM_RUNS)]
 
 
 def test_publishing_again_keeps_the_number_and_reports_nothing_new() -> None:
     index = PublicationIndex()
     assert index.publish([A, B], [1, 2]) == [1, 2]
-    blocks, numbers = index.lookup([A, B])
+    blocks, numbers = found(index, [A, B])
     assert index.publish([A, B, C], [1, 2, 3]) == [3]
     assert index.validate(blocks, numbers) == 2
 
 
 def test_a_republished_block_has_another_number_even_with_equal_content() -> None:
     index = published([A], [1])
-    blocks, numbers = index.lookup([A])
+    blocks, numbers = found(index, [A])
     assert index.unpublish([1]) == 1
     index.publish([A], [1])
-    assert index.lookup([A])[0] == [1]
+    assert found(index, [A])[0] == [1]
     assert index.validate(blocks, numbers) == 0
 
 
 def test_validation_ends_at_the_first_block_that_changed() -> None:
     index = published([A, B, C], [1, 2, 3])
-    blocks, numbers = index.lookup([A, B, C])
+    blocks, numbers = found(index, [A, B, C])
     index.unpublish([2])
     assert index.validate(blocks, numbers) == 1
 
@@ -89,24 +103,24 @@ def test_unpublishing_the_older_of_two_equal_blocks_keeps_the_newer() -> None:
     index = published([A], [1])
     index.publish([A], [2])
     index.unpublish([1])
-    assert index.lookup([A])[0] == [2]
+    assert found(index, [A])[0] == [2]
     index.unpublish([2])
-    assert index.lookup([A])[0] == []
+    assert found(index, [A])[0] == []
     assert len(index) == 0
 
 
 def test_a_block_published_under_another_hash_leaves_the_first() -> None:
     index = published([A], [1])
-    blocks, numbers = index.lookup([A])
+    blocks, numbers = found(index, [A])
     assert index.publish([B], [1]) == [1]
-    assert index.lookup([A])[0] == []
-    assert index.lookup([B])[0] == [1]
+    assert found(index, [A])[0] == []
+    assert found(index, [B])[0] == [1]
     assert index.validate(blocks, numbers) == 0
 
 
 def test_clearing_invalidates_reads_in_flight() -> None:
     index = published([A], [1])
-    blocks, numbers = index.lookup([A])
+    blocks, numbers = found(index, [A])
     index.clear()
     index.publish([A], [1])
     assert index.validate(blocks, numbers) == 0
@@ -181,8 +195,10 @@ class Pool(RuleBasedStateMachine):
     @rule(target=tickets, branch=st.sampled_from([0, 1]), length=st.integers(0, 4))
     def lookup(self, branch: int, length: int) -> Ticket:
         hashes = HASHES[4 * branch : 4 * branch + length]
-        blocks, numbers = self.index.lookup(hashes)
-        assert [self.content[block] for block in blocks] == hashes[: len(blocks)]
+        runs = self.index.lookup(hashes)
+        for run in runs:
+            assert [self.content[block] for block in run.blocks] == hashes[run.first : run.end]
+        blocks, numbers = found(self.index, hashes)
         return Ticket(tuple(hashes), tuple(blocks), tuple(numbers), tuple(self.allocations[block] for block in blocks))
 
     @rule(target=tickets, ticket=consumes(tickets))

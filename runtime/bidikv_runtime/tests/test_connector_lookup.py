@@ -10,19 +10,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
 from bidikv_runtime.connector import wire
-from bidikv_runtime.connector.choice import choose_answer, is_decided
-from bidikv_runtime.connector.compatibility import Compatibility
+from bidikv_runtime.connector.compatibility import Compatibility, explain_refusal
 from bidikv_runtime.connector.index import PublicationIndex
 from bidikv_runtime.connector.lookup_client import MAXIMUM_CONNECTIONS, LookupClient, Question
 from bidikv_runtime.connector.lookup_server import LookupPortError, LookupServer
+from bidikv_runtime.connector.reuse import Reuse
 from bidikv_runtime.connector.sources import Source
 
 LOOPBACK = "127.0.0.1"
-COMPATIBILITY = Compatibility(**dict.fromkeys(Compatibility.__dataclass_fields__, "x"))
+COMPATIBILITY = Compatibility(
+    **dict.fromkeys(Compatibility.__dataclass_fields__, "x") | {"kv_heads": "8", "kv_layout": "LBHNC"}
+)
 LOG = logging.getLogger("test")
 HASHES = [bytes([n]) * 32 for n in range(4)]
 PATIENCE = 5.0
@@ -30,8 +33,11 @@ PATIENCE = 5.0
 
 
 @contextmanager
-def serving(index: PublicationIndex, engine: str = "engine", port: int = 0) -> Iterator[Source]:
-    server = LookupServer(index, COMPATIBILITY, wire.Peer(engine, LOOPBACK, 5600, 1), LOOPBACK, port, LOG)
+def serving(
+    index: PublicationIndex, engine: str = "engine", port: int = 0, tensor_parallel_size: int = 1
+) -> Iterator[Source]:
+    peer = wire.Peer(engine, LOOPBACK, 5600, tensor_parallel_size)
+    server = LookupServer(index, COMPATIBILITY, peer, LOOPBACK, port, LOG)
     try:
         yield Source(LOOPBACK, server.port)
     finally:
@@ -69,6 +75,13 @@ def answered(client: LookupClient, question: Question) -> wire.Reply:
     return question.reply
 
 
+def validated(client: LookupClient, source: Source, epoch: int, run: wire.Run) -> tuple[int, int]:
+    """The source's epoch and how many blocks of the run it confirms."""
+    reply = answered(client, ask_validate(client, source, epoch, run.blocks, run.publications))
+    assert isinstance(reply, wire.Validated)
+    return reply.epoch, reply.valid
+
+
 def holding(count: int) -> PublicationIndex:
     index = PublicationIndex()
     index.publish(HASHES[:count], list(range(1, count + 1)))
@@ -80,14 +93,12 @@ def test_lookup_then_validate(client: LookupClient) -> None:
     with serving(index) as source:
         found = answered(client, ask_lookup(client, source))
         assert isinstance(found, wire.Found)
-        assert (found.blocks, found.epoch, found.peer.engine_id) == ([1, 2, 3], index.epoch, "engine")
-        assert answered(client, ask_validate(client, source, found.epoch, found.blocks, found.publications)) == (
-            wire.Validated(2, index.epoch, 3)
-        )
+        assert (found.epoch, found.peer.engine_id) == (index.epoch, "engine")
+        [run] = found.runs
+        assert (run.first, run.blocks) == (0, [1, 2, 3])
+        assert validated(client, source, found.epoch, run) == (index.epoch, 3)
         index.unpublish([2])
-        assert answered(client, ask_validate(client, source, found.epoch, found.blocks, found.publications)) == (
-            wire.Validated(3, index.epoch, 1)
-        )
+        assert validated(client, source, found.epoch, run) == (index.epoch, 1)
 
 
 def test_a_restarted_source_validates_nothing_of_its_former_life(client: LookupClient) -> None:
@@ -96,9 +107,7 @@ def test_a_restarted_source_validates_nothing_of_its_former_life(client: LookupC
         assert isinstance(found, wire.Found)
     index = holding(3)  # the same blocks under the same numbers
     with serving(index, port=source.port):
-        validated = answered(client, ask_validate(client, source, found.epoch, found.blocks, found.publications))
-    assert isinstance(validated, wire.Validated)
-    assert (validated.valid, validated.epoch) == (0, index.epoch)
+        assert validated(client, source, found.epoch, found.runs[0]) == (index.epoch, 0)
 
 
 def test_an_incompatible_reader_is_refused_with_what_differs(client: LookupClient) -> None:
@@ -107,13 +116,36 @@ def test_an_incompatible_reader_is_refused_with_what_differs(client: LookupClien
         question = client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, reader.digest(), HASHES), PATIENCE)
         refused = answered(client, question)
     assert isinstance(refused, wire.Refused)
-    assert reader.explain(refused.compatibility) == "dtype is 'float16' here and 'x' there"
+    assert explain_refusal(reader, 1, refused) == "dtype is 'float16' here and 'x' there"
+
+
+def test_sizes_that_vllm_cannot_map_are_refused(client: LookupClient) -> None:
+    def ask(size: int) -> wire.Reply:
+        digest = COMPATIBILITY.digest()
+        return answered(
+            client, client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, digest, HASHES, size), PATIENCE)
+        )
+
+    with serving(holding(3), tensor_parallel_size=2) as source:
+        assert isinstance(ask(2), wire.Found)
+        assert isinstance(ask(4), wire.Found)
+        refused = ask(3)
+    assert isinstance(refused, wire.Refused)
+    assert explain_refusal(COMPATIBILITY, 3, refused) == (
+        "tensor parallel sizes are 3 at the reader and 2 at the source: one must divide the other"
+    )
 
 
 def test_another_version_of_the_protocol_is_refused(client: LookupClient) -> None:
     with serving(holding(3)) as source:
         question = client.ask(source, lambda n: wire.Lookup(99, n, COMPATIBILITY.digest(), HASHES), PATIENCE)
-        assert answered(client, question) == wire.Refused(1, wire.VERSION, {})
+        refused = answered(client, question)
+    assert isinstance(refused, wire.Refused)
+    assert (refused.version, refused.compatibility) == (wire.VERSION, {})
+    older = msgspec.structs.replace(refused, version=1)
+    assert explain_refusal(COMPATIBILITY, 1, older) == (
+        f"it speaks version 1 of the protocol and this engine {wire.VERSION}"
+    )
 
 
 @pytest.mark.parametrize("frames", [[b"garbage"], [b""], [b"a", b"b", b"c"], [b"\xc1" * 1000]])
@@ -212,18 +244,18 @@ def test_the_longest_prefix_wins_and_a_silent_source_does_not_count(client: Look
     with serving(holding(1), "short") as short, serving(holding(3), "long") as long, serving(holding(4), "me") as own:
         questions = [ask_lookup(client, source) for source in (short, silent, long, own)]
         client.wait([question for question in questions if question.source != silent], PATIENCE)
-        answer = choose_answer(questions, own_engine="me")
-    assert answer is not None
-    assert (answer.source, answer.peer.engine_id, list(answer.blocks)) == (long, "long", [1, 2, 3])
-    assert not is_decided(questions, answer, asked=4, settle_until=10.0, now=9.0)
-    assert is_decided(questions, answer, asked=4, settle_until=10.0, now=10.0)
-    assert is_decided(questions, answer, asked=3, settle_until=10.0, now=9.0)
-    assert not is_decided(questions, None, asked=4, settle_until=10.0, now=99.0)
+        reuse = Reuse([short, silent, long, own])
+        reuse.start(questions, 0, len(HASHES), now=0.0)
+        assert reuse.decide("me", 0, settle_wait=1.0, now=1.0) is None
+        assert reuse.decide("me", 0, settle_wait=1.0, now=2.0) == "hit"
+    assert reuse.match(0, len(HASHES)) == 3
+    [part] = reuse.begin_read(3).parts
+    assert (part.source, part.peer.engine_id, part.blocks) == (long, "long", (1, 2, 3))
 
 
 def test_nothing_published_is_no_answer(client: LookupClient) -> None:
     with serving(holding(0)) as source:
         question = ask_lookup(client, source)
-        answered(client, question)
-    assert choose_answer([question], own_engine="me") is None
-    assert is_decided([question], None, asked=4, settle_until=float("inf"), now=0.0)
+        found = answered(client, question)
+    assert isinstance(found, wire.Found)
+    assert found.runs == []

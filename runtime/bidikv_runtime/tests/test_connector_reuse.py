@@ -14,17 +14,17 @@ from bidikv_runtime.connector.sources import Source
 SOURCES = (Source("10.0.0.1", 5700), Source("10.0.0.2", 5700))
 
 
-def found(first: int, count: int, engine: str = "source") -> wire.Found:
-    """Block ``100 + i`` of the source holds block ``i`` of the request, under publication ``1000 + i``."""
+def found(first: int, count: int, engine: str = "source", start: int = 0) -> wire.Found:
+    """Block ``100 + i`` of the source holds block ``i`` of the request, under publication ``1000 + i``. The run begins
+    ``start`` blocks into the question, which is about the blocks from ``first - start`` on."""
     positions = range(first, first + count)
-    return wire.Found(
-        1, 7, [100 + i for i in positions], [1000 + i for i in positions], wire.Peer(engine, "10.0.0.1", 5600, 1)
-    )
+    runs = [wire.Run(start, [100 + i for i in positions], [1000 + i for i in positions])] if count else []
+    return wire.Found(1, 7, runs, wire.Peer(engine, "10.0.0.1", 5600, 1))
 
 
 def asking(first: int, asked: int, now: float = 0.0, sources: int = 1) -> tuple[Reuse, list[Question]]:
     reuse = Reuse(SOURCES)
-    questions = [Question(source, now + 1) for source in SOURCES[:sources]]
+    questions = [Question(source, now, now + 1) for source in SOURCES[:sources]]
     reuse.start(questions, first, asked, now)
     return reuse, questions
 
@@ -32,7 +32,7 @@ def asking(first: int, asked: int, now: float = 0.0, sources: int = 1) -> tuple[
 def matched(first: int, count: int, now: float = 0.0) -> Reuse:
     reuse, [question] = asking(first, count, now)
     question.reply = found(first, count)
-    assert reuse.decide("me", 0.02, now) == "hit"
+    assert reuse.decide("me", first, 0.02, now) == "hit"
     return reuse
 
 
@@ -57,8 +57,10 @@ def test_a_read_takes_the_offered_blocks() -> None:
     reuse = matched(4, 10)
     assert reuse.match(6, 20) == 8
     read = reuse.begin_read(5)
-    assert (read.first, read.blocks, read.publications) == (
+    [part] = read.parts
+    assert (read.first, part.offset, part.blocks, part.publications) == (
         6,
+        0,
         (106, 107, 108, 109, 110),
         (1006, 1007, 1008, 1009, 1010),
     )
@@ -97,20 +99,20 @@ def test_a_settled_request_asks_nothing() -> None:
 
 def test_open_questions_are_waited_for_until_something_useful_has_settled() -> None:
     reuse, [first, second] = asking(0, 10, sources=2)
-    assert reuse.decide("me", 0.02, 0.001) is None
+    assert reuse.decide("me", 0, 0.02, 0.001) is None
     first.reply = found(0, 4)
-    assert reuse.decide("me", 0.02, 0.002) is None
-    assert reuse.decide("me", 0.02, 0.0219) is None
-    assert reuse.decide("me", 0.02, 0.0221) == "hit"
+    assert reuse.decide("me", 0, 0.02, 0.002) is None
+    assert reuse.decide("me", 0, 0.02, 0.0219) is None
+    assert reuse.decide("me", 0, 0.02, 0.0221) == "hit"
     assert second.open
 
 
 def test_the_longer_of_two_answers_wins() -> None:
     reuse, [first, second] = asking(0, 10, sources=2)
     first.reply, second.reply = found(0, 4), found(0, 6)
-    assert reuse.decide("me", 0.02, 0.0) == "hit"
-    assert reuse.answer is not None
-    assert reuse.answer.source == SOURCES[1]
+    assert reuse.decide("me", 0, 0.02, 0.0) == "hit"
+    assert reuse.match(0, 10) == 6
+    assert [part.source for part in reuse.begin_read(6).parts] == [SOURCES[1]]
 
 
 REFUSED = wire.Refused(1, 1, {})
@@ -131,7 +133,7 @@ def test_results(replies: list[wire.Reply | None], result: str) -> None:
     reuse, questions = asking(0, 10, sources=2)
     for question, reply in zip(questions, replies, strict=True):
         question.reply, question.silent = reply, reply is None
-    assert reuse.decide("me", 0.02, 1.0) == result
+    assert reuse.decide("me", 0, 0.02, 1.0) == result
     assert reuse.phase is (Phase.MATCHED if result == "hit" else Phase.SETTLED)
 
 
@@ -149,5 +151,5 @@ def test_a_read_never_shifts_blocks(first: int, count: int, steps: list[int], la
     if blocks:
         read = reuse.begin_read(blocks)
         assert read.first == local
-        assert read.blocks == tuple(range(100 + local, 100 + local + blocks))
+        assert sum((part.blocks for part in read.parts), ()) == tuple(range(100 + local, 100 + local + blocks))
         assert local + blocks <= last

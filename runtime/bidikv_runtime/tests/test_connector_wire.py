@@ -34,9 +34,10 @@ def test_requests_round_trip(message: wire.Request) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Found(1, 2**62 - 1, *paired(2), PEER),
+        wire.Found(1, 2**62 - 1, [], PEER),
+        wire.Found(1, 2**62 - 1, [wire.Run(0, *paired(2)), wire.Run(3, *paired(1))], PEER),
         wire.Validated(2, 3, 4),
-        wire.Refused(3, wire.VERSION, {"model": "m"}),
+        wire.Refused(3, wire.VERSION, {"model": "m"}, 4),
     ],
 )
 def test_replies_round_trip(message: wire.Reply) -> None:
@@ -70,9 +71,42 @@ def test_malformed_requests_are_refused(data: bytes, reason: str) -> None:
         wire.decode_request(data)
 
 
-def test_malformed_replies_are_refused() -> None:
-    with pytest.raises(wire.WireError, match="1 blocks came with 0 publication numbers"):
-        wire.decode_reply(wire.encode(wire.Found(1, 1, [1], [], PEER)))
+@pytest.mark.parametrize(
+    ("runs", "reason"),
+    [
+        ([wire.Run(0, [1], [])], "1 blocks came with 0 publication numbers"),
+        ([wire.Run(0, [], [])], "length >= 1"),
+        ([wire.Run(-1, [1], [1])], ">= 0"),
+        ([wire.Run(5, [1], [1]), wire.Run(0, [1], [1])], "from 0 to 1 does not come after one to 6"),
+        ([wire.Run(0, *paired(3)), wire.Run(2, [1], [1])], "from 2 to 3 does not come after one to 3"),
+        ([wire.Run(0, *paired(3)), wire.Run(3, [1], [1])], "from 3 to 4 does not come after one to 3"),  # not maximal
+        ([wire.Run(wire.MAXIMUM_BLOCKS - 1, *paired(2))], f"to {wire.MAXIMUM_BLOCKS + 1}"),
+        ([wire.Run(wire.MAXIMUM_BLOCKS, [1], [1])], "<= 65535"),
+        ([wire.Run(2 * i, [1], [1]) for i in range(wire.MAXIMUM_RUNS + 1)], "length <= 4"),
+    ],
+)
+def test_malformed_replies_are_refused(runs: list[wire.Run], reason: str) -> None:
+    with pytest.raises(wire.WireError, match=reason):
+        wire.decode_reply(wire.encode(wire.Found(1, 1, runs, PEER)))
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        wire.Peer("e" * 257, "10.0.0.1", 5600, 1),
+        wire.Peer("engine", "h" * 257, 5600, 1),
+        wire.Peer("engine", "10.0.0.1", 65536, 1),
+        wire.Peer("engine", "10.0.0.1", 5600, 0),
+    ],
+)
+def test_a_peer_out_of_bounds_is_refused(peer: wire.Peer) -> None:
+    with pytest.raises(wire.WireError, match="Expected"):
+        wire.decode_reply(wire.encode(wire.Found(1, 1, [], peer)))
+
+
+def test_a_lookup_of_the_first_version_is_understood_well_enough_to_be_refused() -> None:
+    message = wire.decode_request(msgspec.msgpack.encode(["lookup", 1, 7, b"digest", [b"h" * 32]]))
+    assert (message.version, message.sequence) == (1, 7)
 
 
 @given(st.binary(max_size=200))

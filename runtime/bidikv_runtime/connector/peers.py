@@ -1,0 +1,124 @@
+"""What this engine remembers of other engines: which of them are silent, fail or refuse, and until when to leave them.
+
+A period of silence doubles with each further one, so a source that is gone for good costs a deadline now and then and
+not one per request; any answer ends the doubling. Failed reads are counted apart: a source may answer lookups and
+still not be readable. Addresses come from requests, so what is kept is bounded; what was noted longest ago goes first.
+
+Pure: the caller passes the time (``time.monotonic``). May be read by another thread (``describe``).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Final
+
+MAXIMUM_PEERS: Final = 256
+REFUSAL_PERIOD: Final = 30.0
+"""Seconds for which a source that refused is not asked: what differs ends with a restart of one of the two engines."""
+NEVER: Final = float("-inf")
+
+
+@dataclass
+class _Peer:
+    silences: int = 0
+    failures: int = 0
+    silent_until: float = NEVER
+    avoided_until: float = NEVER
+    refused_until: float = NEVER
+    refusal: str = ""
+    refused_epoch: int = -1
+    noted: float = NEVER
+    """When the last silence was counted: questions sent before say nothing new."""
+    answered: float = NEVER
+
+
+class Peers:
+    def __init__(self, period: float, maximum: float) -> None:
+        """The first silence leaves a source alone for ``period`` seconds, each further one twice as long as the one
+        before, up to ``maximum``."""
+        self._period, self._maximum = period, max(period, maximum)
+        self._peers: dict[Hashable, _Peer] = {}
+        self._lock = threading.Lock()
+
+    def is_silent(self, source: Hashable, now: float) -> bool:
+        """Whether the source missed a deadline, or reads from it failed, and its time is not over."""
+        peer = self._peers.get(source)
+        return peer is not None and now < max(peer.silent_until, peer.avoided_until)
+
+    def is_refused(self, source: Hashable, now: float) -> bool:
+        """Whether the source refused to exchange KV a short while ago."""
+        peer = self._peers.get(source)
+        return peer is not None and now < peer.refused_until
+
+    def note_silence(self, source: Hashable, asked: float, now: float) -> None:
+        """A question sent at ``asked`` has had no answer by its deadline. Several questions that were open together
+        count as one silence, and none counts when the source has answered a later one."""
+        with self._lock:
+            peer = self._touch(source)
+            if asked < peer.noted or asked < peer.answered:
+                return
+            peer.silences += 1
+            peer.noted = now
+            peer.silent_until = now + self._backoff(peer.silences)
+
+    def note_answer(self, source: Hashable, now: float) -> None:
+        """The source has answered something."""
+        with self._lock:
+            peer = self._touch(source)
+            peer.silences, peer.silent_until, peer.answered = 0, NEVER, now
+
+    def note_failure(self, source: Hashable, now: float) -> None:
+        """A read from the source failed, although it may answer questions."""
+        with self._lock:
+            peer = self._touch(source)
+            if now < peer.avoided_until:
+                return  # another read that was under way with the first
+            if now >= peer.avoided_until + self._maximum:
+                peer.failures = 0
+            peer.failures += 1
+            peer.avoided_until = now + self._backoff(peer.failures)
+
+    def note_success(self, source: Hashable) -> None:
+        """A read from the source was valid."""
+        peer = self._peers.get(source)
+        if peer is not None:
+            peer.failures, peer.avoided_until = 0, NEVER
+
+    def note_refusal(self, source: Hashable, epoch: int, reason: str, now: float) -> bool:
+        """The source's process ``epoch`` refuses; returns whether that is new, hence worth a line in the log."""
+        with self._lock:
+            peer = self._touch(source)
+            new = (peer.refused_epoch, peer.refusal) != (epoch, reason)
+            peer.refused_epoch, peer.refusal, peer.refused_until = epoch, reason, now + REFUSAL_PERIOD
+            return new
+
+    def describe(self, now: float) -> list[dict[str, Any]]:
+        """One entry for each source that is remembered, the latest heard of last."""
+        with self._lock:
+            return [
+                {
+                    "source": str(source),
+                    "silences": peer.silences,
+                    "silent_seconds_left": _left(peer.silent_until, now),
+                    "failed_reads": peer.failures,
+                    "avoided_seconds_left": _left(peer.avoided_until, now),
+                    "refusal": peer.refusal if now < peer.refused_until else "",
+                }
+                for source, peer in self._peers.items()
+            ]
+
+    def _touch(self, source: Hashable) -> _Peer:
+        peer = self._peers.pop(source, None) or _Peer()
+        while len(self._peers) >= MAXIMUM_PEERS:
+            del self._peers[next(iter(self._peers))]
+        self._peers[source] = peer
+        return peer
+
+    def _backoff(self, times: int) -> float:
+        return min(self._maximum, self._period * 2.0 ** min(times - 1, 60))
+
+
+def _left(until: float, now: float) -> float:
+    return round(max(0.0, until - now), 3)
