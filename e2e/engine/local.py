@@ -96,7 +96,7 @@ class LocalEngine:
             config = contract.kv_transfer_config(fabric="TCP", lookup_port=self.lookup_port)
             config["kv_connector_module_path"] = self.connector_module
             config["kv_connector_extra_config"] |= PATIENCE
-            command += ["--kv-transfer-config", json.dumps(config)]
+            command += ["--kv-transfer-config", json.dumps(config), "--middleware", contract.ENGINE_MIDDLEWARE]
         return [*command, *self.arguments]
 
     def start(self) -> None:

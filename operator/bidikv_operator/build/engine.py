@@ -36,6 +36,7 @@ def build_engine_args(resolved: Resolved, settings: ResolvedEngine) -> list[str]
         "--enable-prefix-caching",
         *("--prefix-caching-hash-algo", contract.HASH_ALGORITHM),
         *("--kv-transfer-config", json.dumps(transfer, sort_keys=True)),
+        *("--middleware", contract.ENGINE_MIDDLEWARE),  # in both roles; vLLM adds up the flag's values
         *settings.extra_args,
     ]
 

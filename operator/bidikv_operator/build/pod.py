@@ -177,6 +177,7 @@ def _build_engine_container(resolved: Resolved, role: names.Role, settings: Reso
             {"name": "http", "containerPort": contract.ENGINE_PORT, "protocol": "TCP"},
             {"name": "side-channel", "containerPort": contract.SIDE_CHANNEL_PORT, "protocol": "TCP"},
             {"name": "lookup", "containerPort": contract.LOOKUP_PORT, "protocol": "TCP"},
+            {"name": "state", "containerPort": contract.STATE_PORT, "protocol": "TCP"},
         ],
         "volumeMounts": [
             {"name": CONNECTOR_VOLUME, "mountPath": contract.CONNECTOR_INSTALL_DIR, "readOnly": True},

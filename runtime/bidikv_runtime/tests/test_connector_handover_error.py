@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from typing import Any
 
 import pytest
 
+from bidikv_runtime import contract
 from bidikv_runtime.connector.handover_error import HandoverErrors, Message, Receive, Send
 
 GUARDED = [(b"host", b"d"), (b"x-bidikv-handover", b"guarded")]
@@ -162,6 +164,11 @@ async def test_an_exception_of_the_application_reaches_the_server_with_nothing_s
     with pytest.raises(RuntimeError, match="broken"):
         await engine.serve(GUARDED)
     assert engine.sent == []
+
+
+def test_the_contract_names_the_class() -> None:
+    module, name = contract.ENGINE_MIDDLEWARE.rsplit(".", 1)  # as vLLM does
+    assert getattr(import_module(module), name) is HandoverErrors
 
 
 async def test_other_protocols_pass() -> None:
