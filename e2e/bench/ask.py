@@ -62,6 +62,11 @@ def build_body(messages: Sequence[Message], max_tokens: int, **parameters: Any) 
     } | parameters
 
 
+def build_prefill_body(messages: Sequence[Message], **parameters: Any) -> dict[str, Any]:
+    """The same prompt, for one token that nobody reads, as a router sends it to prefill."""
+    return {"model": SERVED_MODEL, "messages": list(messages), "max_tokens": 1, "temperature": 0} | parameters
+
+
 async def ask(
     engine: LocalEngine,
     body: Mapping[str, Any],

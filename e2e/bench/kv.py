@@ -218,9 +218,15 @@ async def measure_questions(setup: OurPair, sizes: Sizes) -> list[Questions]:
 
 def difference(before: Metrics, after: Metrics, name: str) -> float | None:
     """By how much a counter grew; None when the engine has no such metric."""
-    if name not in after.names():
-        return None
-    return after.value(name) - (before.value(name) if name in before.names() else 0.0)
+
+    def value(metrics: Metrics) -> float | None:
+        try:
+            return metrics.value(name)
+        except KeyError:
+            return None
+
+    now = value(after)
+    return None if now is None else now - (value(before) or 0.0)
 
 
 def observed_seconds(before: Metrics, after: Metrics, name: str) -> float | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bidikv_runtime import contract
-from e2e.bench.ask import Answer, LeaveEarly, ask, build_body, reset_prefix_cache, scrape
+from e2e.bench.ask import Answer, LeaveEarly, ask, build_body, build_prefill_body, reset_prefix_cache, scrape
 from e2e.engine.client import Message
 from e2e.engine.local import LocalEngine
 
@@ -190,7 +190,7 @@ class Pair(SetUp):
             await asyncio.sleep(0.2)
 
     async def prefill_leg(self, conversation: Conversation, params: dict[str, Any]) -> Answer:
-        return await ask(self.prefill, build_body(conversation.messages, 1), stream=False, kv_params=params)
+        return await ask(self.prefill, build_prefill_body(conversation.messages), stream=False, kv_params=params)
 
     async def turn(self, conversation: Conversation, answer_tokens: int) -> TurnTimes:
         before_p, before_d = await _observe(self.prefill), await _observe(self.decode)
