@@ -25,6 +25,15 @@ LONG_TOKENS: Final = 9_000
 """Goals at 10,000 tokens are evaluated on prompts from here on; a quick run leaves them open."""
 
 
+RATIOS: Final = {
+    "one-way/bidikv": ("ttft_s", ONE_WAY, OURS),
+    "stock/bidikv*": ("engine_ttft_s", STOCK, OURS),
+    "bidikv/hit**": ("prefill_s", OURS, LOCAL_HIT),
+    "bidikv/monolith": ("ttft_s", OURS, MONOLITH),
+}
+"""Name -> the time that is compared, and of which set-ups."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One turn of one conversation in one set-up; times in seconds as in ``kv_setups.TurnTimes``."""
@@ -131,14 +140,8 @@ def summarise_turns(samples: Sequence[Sample], dtype: str) -> list[dict[str, Any
                 "prompt_tokens": int(median(s.prompt_tokens for s in these)),
                 "setups": setups,
                 "ratios": {
-                    "oneway / bidikv (ttft_s)": _plain(compute_spread(pair_ratios(these, "ttft_s", ONE_WAY, OURS))),
-                    "stock / bidikv (engine_ttft_s)": _plain(
-                        compute_spread(pair_ratios(these, "engine_ttft_s", STOCK, OURS))
-                    ),
-                    "bidikv / local_hit (prefill_s)": _plain(
-                        compute_spread(pair_ratios(these, "prefill_s", OURS, LOCAL_HIT))
-                    ),
-                    "bidikv / monolith (ttft_s)": _plain(compute_spread(pair_ratios(these, "ttft_s", OURS, MONOLITH))),
+                    name: _plain(compute_spread(pair_ratios(these, field, above, below)))
+                    for name, (field, above, below) in RATIOS.items()
                 },
             }
         )
@@ -210,28 +213,31 @@ def evaluate_goals(
 
 
 def build_table(summary: Sequence[Mapping[str, Any]], dtype: str) -> str:
-    """TTFT by turn for people; seconds, medians."""
-    header = (
-        f"{dtype}\nturn  kind   prompt tokens   monolith   one-way   stock bidi*   bidikv   local hit**   "
-        "one-way/bidikv   stock/bidikv*   bidikv/hit**"
+    """TTFT by turn for people: medians, times in seconds."""
+    rows = [
+        ["turn", "kind", "prompt", "monolith", "one-way", "stock*", "bidikv", "hit**", *RATIOS],
+        *(
+            [
+                str(row["turn"]),
+                row["kind"],
+                f"{row['prompt_tokens']:,}",
+                _median(row["setups"].get(MONOLITH, {}).get("ttft_s")),
+                _median(row["setups"].get(ONE_WAY, {}).get("ttft_s")),
+                _median(row["setups"].get(STOCK, {}).get("engine_ttft_s")),
+                _median(row["setups"].get(OURS, {}).get("ttft_s")),
+                _median(row["setups"].get(LOCAL_HIT, {}).get("prefill_s")),
+                *(_median(row["ratios"][name]) for name in RATIOS),
+            ]
+            for row in summary
+        ),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    notes = (
+        "*  prefill leg, then decode's own time to first token: its answers cannot be streamed",
+        "** the prefill leg alone, with the history still in prefill's cache",
     )
-    lines = [header]
-    for row in summary:
-        setups, ratios = row["setups"], list(row["ratios"].values())
-        cells = [
-            _seconds(setups, MONOLITH, "ttft_s", 8),
-            _seconds(setups, ONE_WAY, "ttft_s", 9),
-            _seconds(setups, STOCK, "engine_ttft_s", 13),
-            _seconds(setups, OURS, "ttft_s", 8),
-            _seconds(setups, LOCAL_HIT, "prefill_s", 13),
-            _ratio(ratios[0], 16),
-            _ratio(ratios[1], 15),
-            _ratio(ratios[2], 14),
-        ]
-        lines.append(f"{row['turn']:>4}  {row['kind']:<5}  {row['prompt_tokens']:>13,}   " + " ".join(cells))
-    lines.append("*  prefill leg, then decode's own time to first token: its answers cannot be streamed")
-    lines.append("** the prefill leg alone, with the history still in prefill's cache")
-    return "\n".join(lines)
+    return "\n".join((dtype, *lines, *notes))
 
 
 def build_goal_lines(goals: Sequence[Goal]) -> str:
@@ -277,10 +283,5 @@ def _plain(spread: Spread | None) -> dict[str, float] | None:
     return None if spread is None else {key: round(value, 5) for key, value in asdict(spread).items()}
 
 
-def _seconds(setups: Mapping[str, Any], setup: str, field: str, width: int) -> str:
-    spread = (setups.get(setup) or {}).get(field)
-    return f"{spread['median']:>{width}.2f}" + " " if spread else f"{'-':>{width}} "
-
-
-def _ratio(spread: Mapping[str, float] | None, width: int) -> str:
-    return f"{spread['median']:>{width}.2f}" if spread else f"{'-':>{width}}"
+def _median(spread: Mapping[str, float] | None) -> str:
+    return f"{spread['median']:.2f}" if spread else "-"
