@@ -73,6 +73,7 @@ async def ask(
     *,
     stream: bool,
     kv_params: Mapping[str, Any] | None = None,
+    headers: Mapping[str, str] | None = None,
     leave_after_events: int | None = None,
     seconds: float = 600.0,
 ) -> Answer:
@@ -83,6 +84,7 @@ async def ask(
         body: of ``build_body``.
         stream: whether to ask for server-sent events.
         kv_params: value of the request's ``kv_transfer_params``.
+        headers: further request headers.
         leave_after_events: close the connection after as many events with a token.
         seconds: deadline for the whole answer.
 
@@ -102,7 +104,7 @@ async def ask(
     async with (
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session,
         asyncio.timeout(seconds),
-        session.post(f"{engine.url}/v1/chat/completions", json=request) as response,
+        session.post(f"{engine.url}/v1/chat/completions", json=request, headers=headers) as response,
     ):
         if response.status != 200:
             raise EngineRefusal(engine.name, response.status, await response.text())

@@ -180,6 +180,9 @@ class Pair(SetUp):
     def decode_params(self, conversation: Conversation, prefill: Answer) -> dict[str, Any]:
         raise NotImplementedError
 
+    def decode_headers(self) -> dict[str, str]:
+        return {}
+
     async def evict(self) -> None:
         deadline = asyncio.get_running_loop().time() + EVICT_SECONDS
         while not await reset_prefix_cache(self.prefill):
@@ -197,7 +200,7 @@ class Pair(SetUp):
         prefill = await self.prefill_leg(conversation, self.prefill_params(conversation))
         body = build_body(conversation.messages, answer_tokens)
         params = self.decode_params(conversation, prefill)
-        answer = await ask(self.decode, body, stream=self.streams, kv_params=params)
+        answer = await ask(self.decode, body, stream=self.streams, kv_params=params, headers=self.decode_headers())
         conversation.handle = answer.kv_transfer_params
         engine_ttft = prefill.total_s + await _engine_ttft(self.decode, before_d)
         after_p = await _observe(self.prefill)
@@ -270,6 +273,9 @@ class OurPair(Pair):
             contract.EXPECT_PARAM: contract.EXPECT_RETURN,
             contract.PREFILLED_PARAM: prefill.prompt_tokens,
         }
+
+    def decode_headers(self) -> dict[str, str]:
+        return {contract.HANDOVER_HEADER: contract.HANDOVER_GUARDED}
 
     async def local_hit(self, conversation: Conversation) -> TurnTimes:
         """The prefill leg of ``conversation.messages`` when prefill holds all of them but the last."""

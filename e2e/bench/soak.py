@@ -111,7 +111,7 @@ class Soak:
             "seconds": round(time.monotonic() - began, 1),
             "lanes": self.lanes,
             "engines": [engine.name for engine in self.fleet.disturbed],
-            "tally": asdict(self.tally),
+            "tally": dict(vars(self.tally)),  # asdict would rebuild its Counters from pairs
             "counters": {name: round(value) for name, value in self.counters.totals.items()},
             "rest": [asdict(engine) for engine in rest],
             "growth": growth,
@@ -146,25 +146,18 @@ class Soak:
             body["cache_salt"] = turn.salt
         self.tally.requests += 1
         began = time.monotonic()
-        leaves = turn.leave is Leave.IN_PREFILL
         try:
             answer = await self.fleet.answer(
                 turn.conversation,
                 body,
                 stream=turn.stream,
-                leave_prefill_after=turn.leave_after if leaves else None,
+                leave_prefill_after=turn.leave_after if turn.leave is Leave.IN_PREFILL else None,
                 leave_after_events=int(turn.leave_after) if turn.leave is Leave.IN_DECODE else None,
             )
         except LeaveEarly:
             self.tally.left += 1
             return None
-        except TimeoutError as error:
-            if leaves:
-                self.tally.left += 1
-            else:
-                self._count_error(turn, error, began)
-            return None
-        except (EngineRefusal, aiohttp.ClientError, OSError) as error:
+        except (TimeoutError, EngineRefusal, aiohttp.ClientError, OSError) as error:
             self._count_error(turn, error, began)
             return None
         self.tally.completed += 1

@@ -12,16 +12,23 @@ from typing import Any, Final
 import aiohttp
 
 from bidikv_runtime import contract
-from e2e.bench.ask import Answer, EngineRefusal, ask, build_body, build_prefill_body, reset_prefix_cache, scrape
+from e2e.bench.ask import (
+    Answer,
+    EngineRefusal,
+    LeaveEarly,
+    ask,
+    build_body,
+    build_prefill_body,
+    reset_prefix_cache,
+    scrape,
+)
 from e2e.bench.soak_report import Rest
 from e2e.engine.client import Message
 from e2e.engine.local import LocalEngine
 
 LEG_SECONDS: Final = 150.0
 """A leg that takes longer counts as hung: the longest freeze, two restarts' worth of busy cores and the work itself."""
-HANDOVER_TRIES: Final = 3
 REST_SECONDS: Final = 90.0
-PREFILL: Final = "P"
 
 
 class Down(Exception):
@@ -95,22 +102,27 @@ class Fleet:
         self,
         session: str,
         body: dict[str, Any],
-        prefilled: int,
+        prefilled: int | None,
         *,
         stream: bool,
         leave_after_events: int | None,
     ) -> Answer:
-        params = {
+        """``prefilled`` guards the leg: decode refuses it when it finds far less; None takes whatever it finds."""
+        params: dict[str, Any] = {
             contract.SOURCES_PARAM: [self.prefill.source],
             contract.SESSION_PARAM: session,
             contract.EXPECT_PARAM: contract.EXPECT_RETURN,
-            contract.PREFILLED_PARAM: prefilled,
         }
+        headers = {}
+        if prefilled is not None:
+            params[contract.PREFILLED_PARAM] = prefilled
+            headers[contract.HANDOVER_HEADER] = contract.HANDOVER_GUARDED
         return await ask(
             self.rank(session)[0],
             body,
             stream=stream,
             kv_params=params,
+            headers=headers,
             leave_after_events=leave_after_events,
             seconds=LEG_SECONDS,
         )
@@ -124,25 +136,35 @@ class Fleet:
         leave_prefill_after: float | None = None,
         leave_after_events: int | None = None,
     ) -> Answer:
-        """One turn: prefill, then decode; again when decode does not find what prefill computed.
+        """One turn: prefill, then decode; both once more, unguarded, when decode does not find what prefill computed.
 
         Raises:
-            TimeoutError: the client left the prefill leg (``leave_prefill_after`` seconds), or a leg hung.
-            EngineRefusal, LeaveEarly, aiohttp.ClientError: as ``ask`` does.
+            LeaveEarly: the client left, ``leave_prefill_after`` seconds into a prefill leg or as ``ask`` does it.
+            TimeoutError: a leg hung.
+            EngineRefusal, aiohttp.ClientError: as ``ask`` does.
         """
         salt = {key: body[key] for key in ("cache_salt",) if key in body}
-        for attempt in range(HANDOVER_TRIES):
-            async with asyncio.timeout(leave_prefill_after):
-                prefilled = await self.prefill_leg(session, body["messages"], salt)
+        for guarded in (True, False):
+            try:
+                async with asyncio.timeout(leave_prefill_after) as leaving:
+                    prefilled = await self.prefill_leg(session, body["messages"], salt)
+            except TimeoutError:
+                if leaving.expired():
+                    raise LeaveEarly from None
+                raise
             try:
                 return await self.decode_leg(
-                    session, body, prefilled, stream=stream, leave_after_events=leave_after_events
+                    session,
+                    body,
+                    prefilled if guarded else None,
+                    stream=stream,
+                    leave_after_events=leave_after_events,
                 )
             except EngineRefusal as refusal:
-                if contract.HANDOVER_LOST not in refusal.text or attempt + 1 == HANDOVER_TRIES:
+                if not guarded or contract.HANDOVER_LOST not in refusal.text:
                     raise
                 self.prefilled_again += 1
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("the unguarded attempt returns or raises")
 
     async def reference(self, body: dict[str, Any], *, stream: bool) -> Answer:
         """The monolith's answer to the same request: one greedy choice, no tenant."""
