@@ -217,16 +217,9 @@ async def measure_questions(setup: OurPair, sizes: Sizes) -> list[Questions]:
 
 
 def difference(before: Metrics, after: Metrics, name: str) -> float | None:
-    """By how much a counter grew; None when the engine has no such metric."""
-
-    def value(metrics: Metrics) -> float | None:
-        try:
-            return metrics.value(name)
-        except KeyError:
-            return None
-
-    now = value(after)
-    return None if now is None else now - (value(before) or 0.0)
+    """By how much a metric grew; None when the engine has no such metric."""
+    now = after.split(name)
+    return sum(now.values()) - sum(before.split(name).values()) if now else None
 
 
 def observed_seconds(before: Metrics, after: Metrics, name: str) -> float | None:

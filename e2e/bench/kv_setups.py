@@ -105,7 +105,7 @@ async def _observe(engine: LocalEngine) -> _Counts:
     metrics = await scrape(engine)
 
     def value(name: str) -> float:
-        return metrics.value(name) if name in metrics.names() else 0.0
+        return sum(metrics.split(name).values())
 
     return _Counts(
         value("vllm:prefix_cache_hits_total"),

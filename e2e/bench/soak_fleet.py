@@ -197,14 +197,13 @@ class Fleet:
         return await reset_prefix_cache(engine)
 
     async def counters(self, engine: LocalEngine, names: Sequence[str]) -> dict[str, float]:
-        """The engine's counters, by name; those that it does not have are left out."""
+        """The engine's metrics of these names, as ``name`` and, by labels, ``name{reason=silent}``."""
         metrics = await scrape(engine)
         found = {}
         for name in names:
-            try:
-                found[name] = metrics.value(name)
-            except KeyError:
-                continue
+            if parts := metrics.split(name):
+                found[name] = sum(parts.values())
+                found |= {f"{name}{{{labels}}}": value for labels, value in parts.items() if labels}
         return found
 
     async def come_to_rest(self, engine: LocalEngine) -> Rest:

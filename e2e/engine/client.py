@@ -72,6 +72,15 @@ class Metrics:
             raise KeyError(f"no series {name} {labels}")
         return sum(found)
 
+    def split(self, name: str) -> dict[str, float]:
+        """The samples of a metric by their labels, as ``reason=silent``; vLLM's own labels aside."""
+        found: dict[str, float] = {}
+        for n, labels, value in self._samples:
+            if n == name:
+                key = ",".join(f"{k}={v}" for k, v in labels.items() if k not in ("engine", "model_name"))
+                found[key] = found.get(key, 0.0) + value
+        return found
+
 
 class EngineClient:
     """HTTP client bound to one engine; an asynchronous context manager."""
