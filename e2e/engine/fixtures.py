@@ -88,7 +88,7 @@ class Deployment:
         self.p, self.d, self.m = p, d, m
         self._faults = faults
 
-    def fault(self, **faults: int) -> None:
+    def fault(self, **faults: Any) -> None:
         """Faults of P from now on; without arguments none."""
         Faults(**faults).write(self._faults)
 
@@ -153,6 +153,10 @@ class Deployment:
     @staticmethod
     async def validate_failures(client: EngineClient, reason: str) -> int:
         return int((await client.metrics()).value(contract.METRIC_VALIDATE_FAILURES, reason=reason))
+
+    @staticmethod
+    async def quarantined(client: EngineClient) -> int:
+        return int((await client.metrics()).value(contract.METRIC_QUARANTINED_BLOCKS))
 
     async def assert_no_kv_in_use(self) -> None:
         """Nothing is pinned: with no request running, every block is free."""

@@ -158,6 +158,15 @@ class LocalEngine:
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its first process, which waits for the others, is gone."""
+        return self._process is None or self._process.poll() is not None
+
+    def terminate(self) -> None:
+        """Ask the engine to end, as a kubelet does first."""
+        self._signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """End the engine and free its ports."""
         if self._process is None:

@@ -14,9 +14,9 @@ import pytest
 import zmq
 
 from bidikv_runtime.connector import wire
-from e2e.engine.client import logprob_distance
+from e2e.engine.client import Completion, Message, logprob_distance
 from e2e.engine.fixtures import OUTPUT_TOKENS, TOLERANCE, Deployment, assert_same, eventually, user
-from e2e.engine.local import HOST, EngineError, LocalEngine, free_port
+from e2e.engine.local import BLOCK_SIZE, HOST, EngineError, LocalEngine, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
 
@@ -29,10 +29,10 @@ def silent_source() -> Iterator[str]:
 
 
 @contextmanager
-def vanished_source(blocks: int) -> Iterator[str]:
-    """A source that answers the lookup with ``blocks`` blocks and whose engine is gone when the read begins."""
+def lookup_only_source(blocks: int, side_channel_port: int) -> Iterator[str]:
+    """A source that answers the lookup with ``blocks`` blocks; its engine is whatever listens on the port, if any."""
     stop = threading.Event()
-    peer = wire.Peer("gone", HOST, free_port(), 1)
+    peer = wire.Peer(f"engine at {side_channel_port}", HOST, side_channel_port, 1)
 
     def serve(router: zmq.Socket[bytes]) -> None:
         while not stop.is_set():
@@ -146,7 +146,7 @@ async def test_a_silent_source_does_not_keep_a_good_one(deployment: Deployment) 
 async def test_a_source_that_vanishes_after_the_lookup(deployment: Deployment) -> None:
     failures = await deployment.validate_failures(deployment.p, "read_failed")
     messages = [user("vanished")]
-    with vanished_source(blocks=15) as source:
+    with lookup_only_source(blocks=15, side_channel_port=free_port()) as source:
         turn = await deployment.turn(messages, prefill_sources=[source])
     [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
     assert_same(turn.decode[0], expected)
@@ -157,6 +157,94 @@ async def test_a_source_that_vanishes_after_the_lookup(deployment: Deployment) -
     assert await deployment.validate_failures(deployment.p, "read_failed") == failures + 1
     assert await deployment.lookups(deployment.p, "silent") == silent + 1
     await deployment.assert_no_kv_in_use()
+
+
+async def test_a_source_that_hangs_before_the_read(deployment: Deployment) -> None:
+    """Its kernel takes connections, nobody answers them: the handshake must not wait, and others' even less."""
+    failures = await deployment.validate_failures(deployment.p, "read_failed")
+    messages = await deployment.history("beside a hung one", 1)
+    with silent_source() as hung, lookup_only_source(blocks=15, side_channel_port=int(hung.split(":")[1])) as source:
+        [expected] = await deployment.m.chat([user("hung")], max_tokens=OUTPUT_TOKENS)
+        [answer], turn = await asyncio.gather(
+            deployment.p.chat([user("hung")], max_tokens=OUTPUT_TOKENS, sources=[source], stream=False),
+            deployment.turn(messages),
+        )
+    assert_same(answer, expected)
+    assert turn.prefill_reused > 600
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    assert_same(turn.decode[0], expected)
+    assert await deployment.validate_failures(deployment.p, "read_failed") == failures + 1
+    await deployment.assert_no_kv_in_use()
+
+
+async def read_from_a_frozen_source(
+    deployment: Deployment, engines: dict[str, LocalEngine], messages: list[Message], point: str
+) -> Completion:
+    """P's answer to a prompt whose history D holds; D stops in its tracks before the read or in the middle of it."""
+    group = engines["D"].process_group
+    deployment.fault(hold_reads=point == "before", freeze_on_read=group if point == "middle" else 0)
+    prefill = asyncio.create_task(
+        deployment.p.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[deployment.d.engine.source], stream=False)
+    )
+    if point == "before":
+        await deployment.held("read")
+        engines["D"].freeze()
+    else:
+        await deployment.held("frozen")
+    deployment.fault()
+    [answer] = await prefill
+    return answer
+
+
+@pytest.mark.parametrize("point", ["before", "middle"])
+async def test_a_source_that_freezes_costs_a_recompute_and_its_late_data_hit_nobody(
+    deployment: Deployment, engines: dict[str, LocalEngine], point: str
+) -> None:
+    overdue = await deployment.validate_failures(deployment.p, "overdue")
+    messages = await deployment.history(f"frozen {point}", 3)
+    [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
+    other = [user(f"meanwhile {point}", 2000)]
+    [other_expected] = await deployment.m.chat(other, max_tokens=OUTPUT_TOKENS)
+    try:
+        assert_same(await read_from_a_frozen_source(deployment, engines, messages, point), expected)
+        assert await deployment.validate_failures(deployment.p, "overdue") == overdue + 1
+
+        # Everything that may be used is used by somebody else when the late data arrive.
+        await deployment.evict(deployment.p)
+        [answer] = await deployment.p.chat(other, max_tokens=OUTPUT_TOKENS)
+        assert_same(answer, other_expected)
+        assert await deployment.quarantined(deployment.p) >= 1800 // BLOCK_SIZE
+    finally:
+        engines["D"].thaw()
+
+    async def released() -> bool:
+        await deployment.p.chat([user("step", 20)], max_tokens=1)  # workers are heard with engine steps only
+        return await deployment.quarantined(deployment.p) == 0
+
+    await eventually(released, "P to release what it held back")
+    [answer] = await deployment.p.chat(other, max_tokens=OUTPUT_TOKENS)
+    assert_same(answer, other_expected)
+    await deployment.assert_no_kv_in_use()
+
+
+async def test_an_engine_stops_while_a_transfer_is_under_way(
+    deployment: Deployment, engines: dict[str, LocalEngine]
+) -> None:
+    messages = await deployment.history("stopping", 3)
+    try:
+        await read_from_a_frozen_source(deployment, engines, messages, "before")
+        assert await deployment.quarantined(deployment.p) > 0
+        engines["P"].terminate()
+
+        async def ended() -> bool:
+            return engines["P"].has_ended
+
+        await eventually(ended, "P to end")
+    finally:
+        engines["D"].thaw()
+        engines["P"].stop()
+        engines["P"].start()
+        await asyncio.to_thread(engines["P"].wait_ready)
 
 
 async def test_a_killed_source_costs_a_recompute_and_is_used_again_after_its_restart(

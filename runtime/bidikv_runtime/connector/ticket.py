@@ -40,4 +40,6 @@ class ReadReport:
     descriptors: int
     """How many pieces NIXL made of it, after joining what lies side by side at both ends."""
     seconds: float
-    """From the start of the transfer (not of the handshake) to its end."""
+    """From the start of the transfer (not of the handshake) until the worker saw that it had ended."""
+    slack: float = 0.0
+    """It may have ended up to so many seconds earlier: the worker looks once a step."""

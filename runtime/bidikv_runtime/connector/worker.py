@@ -51,6 +51,8 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._reads = Reads()
         self._quarantine = TransferQuarantine(self.nixl_wrapper)
         self._report = WorkerReport()
+        self._looked = time.monotonic()
+        """When the transfers were looked at last."""
 
     def shutdown(self) -> None:
         if hasattr(self, "_client"):
@@ -123,9 +125,11 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             for part_id in done - failed - self._recv_failures
             if (part := self._reads.find(part_id)) is not None
         }
+        now = time.monotonic()
         for part in completed.values():
             if not part.transferred:
-                self._complete(part)
+                self._complete(part, now - self._looked)
+        self._looked = now
         self._validate(completed)
         for part_id, part in completed.items():
             if part.valid is None:
@@ -134,17 +138,19 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._abandon_overdue(time.monotonic(), ended=done)
         return done, failed
 
-    def _complete(self, part: Part) -> None:
+    def _complete(self, part: Part, since_last_look: float) -> None:
         """The transport has delivered all of a part."""
         part.transferred = True
         telemetry = self.nixl_wrapper.take_telemetry(part.handles)
         part.handles = []
+        seconds = max((t.xferDuration for t in telemetry), default=0) / 1e6
         self._report.reads.append(
             ReadReport(
                 part.ticket.source,
                 bytes=sum(t.totalBytes for t in telemetry),
                 descriptors=sum(t.descCount for t in telemetry),
-                seconds=max((t.xferDuration for t in telemetry), default=0) / 1e6,
+                seconds=seconds,
+                slack=min(seconds, since_last_look),
             )
         )
 
