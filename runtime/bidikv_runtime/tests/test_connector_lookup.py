@@ -33,15 +33,18 @@ PATIENCE = 5.0
 
 
 @contextmanager
-def serving(
-    index: PublicationIndex, engine: str = "engine", port: int = 0, tensor_parallel_size: int = 1
-) -> Iterator[Source]:
-    peer = wire.Peer(engine, LOOPBACK, 5600, tensor_parallel_size)
-    server = LookupServer(index, COMPATIBILITY, peer, LOOPBACK, port, LOG)
+def running(index: PublicationIndex, engine: str = "engine", port: int = 0, size: int = 1) -> Iterator[LookupServer]:
+    server = LookupServer(index, COMPATIBILITY, wire.Peer(engine, LOOPBACK, 5600, size), LOOPBACK, port, LOG)
     try:
-        yield Source(LOOPBACK, server.port)
+        yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def serving(index: PublicationIndex, engine: str = "engine", port: int = 0, size: int = 1) -> Iterator[Source]:
+    with running(index, engine, port, size) as server:
+        yield Source(LOOPBACK, server.port)
 
 
 @pytest.fixture
@@ -126,7 +129,7 @@ def test_sizes_that_vllm_cannot_map_are_refused(client: LookupClient) -> None:
             client, client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, digest, HASHES, size), PATIENCE)
         )
 
-    with serving(holding(3), tensor_parallel_size=2) as source:
+    with serving(holding(3), size=2) as source:
         assert isinstance(ask(2), wire.Found)
         assert isinstance(ask(4), wire.Found)
         refused = ask(3)
@@ -180,6 +183,110 @@ def test_a_port_in_use_is_one_sentence() -> None:
         serving(holding(0), port=source.port),
     ):
         pass
+
+
+def test_the_scheduler_learns_which_blocks_were_read(client: LookupClient) -> None:
+    index = holding(3)
+    with running(index) as server:
+        source = Source(LOOPBACK, server.port)
+        found = answered(client, ask_lookup(client, source))
+        assert isinstance(found, wire.Found)
+        assert server.take_read_blocks() == []  # found is not read
+        for _rank in range(2):
+            validated(client, source, found.epoch, found.runs[0])
+        assert sorted(server.take_read_blocks()) == [1, 2, 3]
+        assert server.take_read_blocks() == []
+        index.unpublish([3])
+        validated(client, source, found.epoch, found.runs[0])
+        validated(client, source, found.epoch + 1, found.runs[0])
+        assert sorted(server.take_read_blocks()) == [1, 2]
+
+
+def test_the_state_counts_messages_by_what_became_of_them(client: LookupClient) -> None:
+    with running(holding(3)) as server:
+        source = Source(LOOPBACK, server.port)
+        found = answered(client, ask_lookup(client, source))
+        assert isinstance(found, wire.Found)
+        validated(client, source, found.epoch, found.runs[0])
+        answered(client, client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, b"other", HASHES), PATIENCE))
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.connect(f"tcp://{source}")
+            dealer.send(b"garbage")
+            dealer.send(wire.encode(wire.Lookup(wire.VERSION, 1, COMPATIBILITY.digest(), HASHES)))
+            assert dealer.poll(int(PATIENCE * 1000))
+        assert server.describe() == {
+            "lookups": 2,
+            "validations": 1,
+            "refused": 1,
+            "malformed": 1,
+            "unauthenticated": 0,
+        }
+
+
+def test_a_refusal_is_remembered_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reader = replace(COMPATIBILITY, dtype="float16")
+    client = LookupClient(1, 1, explain=lambda refused: explain_refusal(reader, 1, refused))
+    with serving(holding(3)) as source:
+        for _ in range(3):
+            question = client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, reader.digest(), HASHES), PATIENCE)
+            assert isinstance(answered(client, question), wire.Refused)
+        assert client.is_refused(source)
+        assert not client.is_silent(source)
+        [state] = client.describe()["sources"]
+        assert (state["source"], state["refusal"]) == (str(source), "dtype is 'float16' here and 'x' there")
+    client.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"source {source} refuses to share KV: dtype is 'float16' here and 'x' there; its KV is recomputed instead"
+    ]
+
+
+def test_questions_that_are_silent_together_count_once(silent: Source) -> None:
+    client = LookupClient(silent_period=30)
+    questions = [ask_lookup(client, silent, seconds=0.01 * n) for n in range(1, 6)]
+    client.wait(questions, PATIENCE)
+    assert all(question.silent for question in questions)
+    [state] = client.describe()["sources"]
+    assert state["silences"] == 1
+    client.close()
+
+
+def test_a_question_is_answered_although_an_earlier_one_was_given_up(client: LookupClient) -> None:
+    with socket.create_server((LOOPBACK, 0)) as reserve:
+        port = reserve.getsockname()[1]
+    early, late = (ask_lookup(client, Source(LOOPBACK, port), seconds) for seconds in (0.02, PATIENCE))
+    client.wait([early], PATIENCE)
+    assert early.silent
+    with serving(holding(1), port=port) as source:
+        assert isinstance(answered(client, late), wire.Found)
+        assert not client.is_silent(source)
+
+
+def test_a_source_cannot_answer_for_another(client: LookupClient, silent: Source) -> None:
+    """It sees the sequence numbers of its own questions, and could count on from there."""
+    question = ask_lookup(client, silent)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port(f"tcp://{LOOPBACK}")
+        own = ask_lookup(client, Source(LOOPBACK, port))
+        identity, data = router.recv_multipart()
+        request = wire.decode_request(data)
+        peer = wire.Peer("engine", LOOPBACK, 5600, 1)
+        for sequence in (request.sequence - 1, request.sequence):
+            router.send_multipart((identity, wire.encode(wire.Found(sequence, 1, [], peer))))
+        assert isinstance(answered(client, own), wire.Found)
+        client.poll()
+    assert question.open
+
+
+def test_sequence_numbers_start_at_random() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port(f"tcp://{LOOPBACK}")
+        seen = set()
+        for _ in range(5):
+            client = LookupClient(silent_period=60)
+            ask_lookup(client, Source(LOOPBACK, port))
+            seen.add(wire.decode_request(router.recv_multipart()[1]).sequence)
+            client.close()
+    assert len(seen) == 5
 
 
 def test_a_silent_source_is_given_up_and_then_left_alone(client: LookupClient, silent: Source) -> None:

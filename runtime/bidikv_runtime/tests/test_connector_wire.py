@@ -116,6 +116,29 @@ def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
             decode(data)
 
 
+MESSAGES = [
+    wire.encode(wire.Lookup(wire.VERSION, 1, b"digest", [b"h" * 32] * 3)),
+    wire.encode(wire.Validate(wire.VERSION, 2, 2**62 - 1, *paired(3))),
+    wire.encode(wire.Found(1, 2**62 - 1, [wire.Run(0, *paired(2)), wire.Run(3, *paired(1))], PEER)),
+    wire.encode(wire.Validated(2, 3, 4)),
+    wire.encode(wire.Refused(3, wire.VERSION, {"model": "m"}, 4)),
+]
+
+
+@given(
+    st.sampled_from(MESSAGES),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=4),
+    st.integers(0, 200),
+)
+def test_damaged_messages_never_raise_anything_else(data: bytes, damage: list[tuple[int, int]], length: int) -> None:
+    damaged = bytearray(data)
+    for position, value in damage:
+        damaged[position % len(data)] = value
+    for decode in (wire.decode_request, wire.decode_reply):
+        with contextlib.suppress(wire.WireError):
+            decode(bytes(damaged[:length]))
+
+
 @pytest.mark.parametrize("message", [wire.Validate(1, 1, 1, [1], [1]), wire.Validated(1, 1, 1)])
 def test_endless_nesting_in_an_appended_field_is_refused(message: wire.Request | wire.Reply) -> None:
     plain = wire.encode(message)
