@@ -70,6 +70,7 @@ class LocalEngine:
     port: int = field(default_factory=free_port)
     lookup_port: int = field(default_factory=free_port)
     side_channel_port: int = field(default_factory=free_port)
+    state_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -95,7 +96,7 @@ class LocalEngine:
         if self.connector_module is not None:
             config = contract.kv_transfer_config(fabric="TCP", lookup_port=self.lookup_port)
             config["kv_connector_module_path"] = self.connector_module
-            config["kv_connector_extra_config"] |= PATIENCE
+            config["kv_connector_extra_config"] |= PATIENCE | {"bidikv_state_port": self.state_port}
             command += ["--kv-transfer-config", json.dumps(config), "--middleware", contract.ENGINE_MIDDLEWARE]
         return [*command, *self.arguments]
 

@@ -1,7 +1,7 @@
 """Blocks of abandoned reads: kept out of use until nothing can write to them any more.
 
-A transfer that is under way cannot be stopped: NIXL 1.5.1 over TCP reports its release as a success and writes all of it
-afterwards (measured with 32 MiB). So a request whose read takes too long goes on in other blocks, and these keep one
+A transfer that is under way cannot be stopped: NIXL 1.5.1 over TCP reports its release as a success and writes all of
+it afterwards (measured with 32 MiB). So a request whose read takes too long goes on in other blocks, and these keep one
 reference of their own until every rank has said that its transfer has ended.
 """
 

@@ -12,6 +12,7 @@ from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 
+from bidikv_runtime.connector.metadata import WorkerReport
 from bidikv_runtime.connector.scheduler import VerifiedReadScheduler
 from bidikv_runtime.connector.settings import parse_settings
 from bidikv_runtime.connector.stats import VerifiedReadMetrics, VerifiedReadStats
@@ -49,6 +50,10 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
         if self.connector_scheduler is not None:
             self.connector_scheduler.clear_publications()
         return True
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report: WorkerReport | None = self.connector_worker.build_connector_worker_meta()
+        return report
 
     def get_kv_connector_stats(self) -> VerifiedReadStats | None:
         if self.connector_scheduler is not None:

@@ -38,10 +38,9 @@ def parse_hints(params: Any) -> Hints:
     session, expect = params.get(contract.SESSION_PARAM), params.get(contract.EXPECT_PARAM)
     prefilled = params.get(contract.PREFILLED_PARAM)
     named = isinstance(session, str) and 0 < len(session) <= contract.MAXIMUM_SESSION_LENGTH
-    counted = isinstance(prefilled, int) and not isinstance(prefilled, bool) and prefilled > 0
     return Hints(
         session=session if named else None,
         expect=expect if expect in (contract.EXPECT_RETURN, contract.EXPECT_OVER) else None,
         handover=params.get(contract.HANDOVER_PARAM) is True,
-        prefilled_tokens=prefilled if counted else 0,
+        prefilled_tokens=max(0, prefilled) if type(prefilled) is int else 0,
     )

@@ -1,43 +1,57 @@
-"""The connector's scheduler side: publish what this engine holds, look up what other engines hold.
+"""The connector's scheduler side: what vLLM's scheduler calls, handed on to the two sides of the protocol.
 
-Everything here runs in vLLM's scheduler thread. Two rules make it safe:
-
-- A block is published when its request finishes, before vLLM frees it, and carries a re-use watcher from then on: vLLM
-  calls it inside ``get_new_blocks``, before the block can be written again.
-- Of a finished request only those blocks are published whose tokens were computed in steps that have ended, by this
-  request or by the one whose blocks it found in the prefix cache (``compute_final_tokens``).
+``Publisher`` is the source (publish, un-publish), ``Matcher`` the reader (look up, choose). This class keeps the state
+of each unfinished request and speaks vLLM's language. All of it runs in the scheduler's thread, ``describe`` aside.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.request import RequestStatus
 
 from bidikv_runtime import contract
-from bidikv_runtime.connector import wire
+from bidikv_runtime.connector import eviction, wire
+from bidikv_runtime.connector.adapters import Adapters
+from bidikv_runtime.connector.block_quarantine import BlockQuarantine
 from bidikv_runtime.connector.compatibility import (
     compute_compatibility,
     drops_last_block,
     explain_refusal,
     validate_engine,
 )
-from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
+from bidikv_runtime.connector.cost import CostModel
+from bidikv_runtime.connector.hints import parse_hints
+from bidikv_runtime.connector.index import PublicationIndex
 from bidikv_runtime.connector.lookup_client import LookupClient
 from bidikv_runtime.connector.lookup_server import LookupServer
-from bidikv_runtime.connector.metadata import Ticket, VerifiedReadMetadata, build_part_id
-from bidikv_runtime.connector.reuse import Phase, Read, Reuse
+from bidikv_runtime.connector.matcher import Engine, Matcher, Reader
+from bidikv_runtime.connector.metadata import VerifiedReadMetadata, WorkerReport
+from bidikv_runtime.connector.publisher import Publisher
+from bidikv_runtime.connector.refusal import ask_again, may_refuse, refuse
+from bidikv_runtime.connector.retention import Retention
+from bidikv_runtime.connector.reuse import Read, Reuse
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
+from bidikv_runtime.connector.state import StateServer
 from bidikv_runtime.connector.stats import VerifiedReadStats
+from bidikv_runtime.connector.step_clock import StepClock
+from bidikv_runtime.connector.ticket import Ticket, build_part_id
+from bidikv_runtime.connector.tokens import load_tokens
 
 logger = init_logger("vllm.bidikv.scheduler")
+
+MAXIMUM_BANDWIDTHS: Final = 256
+"""Peers whose bandwidth is remembered for the state."""
 
 
 class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -46,127 +60,172 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings) -> None:
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         validate_engine(vllm_config, vllm_version, os.environ, current_platform.device_type, specs)
+        tokens = load_tokens(os.environ, logger)
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self.settings = settings
         self.stats = VerifiedReadStats()
         self.index = PublicationIndex()
         self._compatibility = compute_compatibility(vllm_config, vllm_version, os.environ)
-        self._digest = self._compatibility.digest()
-        self._drop_last = drops_last_block(vllm_config)
         self._client = LookupClient(
             settings.silent_period,
             settings.silent_period_maximum,
+            tokens=tokens,
             explain=lambda refused: explain_refusal(self._compatibility, self.transfer_tp_size, refused),
             logger=logger,
         )
+        [group] = kv_cache_config.kv_cache_groups
+        self._engine = Engine(
+            engine_id,
+            self.block_size,
+            self.transfer_tp_size,
+            block_bytes=group.kv_cache_spec.page_size_bytes * len(group.layer_names),
+            block_pieces=len(group.layer_names),
+            drop_last=drops_last_block(vllm_config),
+        )
+        backends = vllm_config.kv_transfer_config.get_from_extra_config("backends", ["UCX"])
+        self._cost = CostModel(backends[0], vllm_config.scheduler_config.max_num_batched_tokens)
+        self._adapters = Adapters(logger)
+        self._matcher = Matcher(self._engine, settings, self._client, self._cost, self.stats)
+        self._publisher = Publisher(self.block_size, self.index)
+        self._retention: Retention | None = None
+        self._clock = StepClock()
+        self._quarantine = BlockQuarantine()
         self._pool: Any = None
-        self._found: dict[str, int] = {}
-        """Tokens that an unfinished request found in the local prefix cache."""
-        self._reuses: dict[str, Reuse] = {}
+        self._readers: dict[str, Reader] = {}
+        """Unfinished requests that came with sources."""
         self._reads: dict[str, tuple[Read, list[int]]] = {}
         """Reads to be handed to the workers with this step's metadata, and the local blocks they fill."""
-        self._loading: dict[str, Any] = {}
-        """Requests (not aborted) whose read is under way."""
-        self._reported_blocks = 0
+        self._loading: dict[str, tuple[Any, list[int]]] = {}
+        """Requests whose read is under way, those aborted meanwhile included, and the blocks it fills."""
+        self._recomputing: dict[str, Any] = {}
+        """Requests that compute by choice what they could have read, until it shows whether that was right."""
+        self._report = WorkerReport()
+        """The latest of what the workers say once: transport and bandwidths."""
+        self._reported: dict[tuple[str, ...], int] = {}
+        """Values of gauges and totals that /metrics has been told."""
+        data_parallel_index = vllm_config.parallel_config.data_parallel_index  # as vLLM does for the side channel
         self._server = LookupServer(
             self.index,
             self._compatibility,
             wire.Peer(engine_id, self.side_channel_host, self.side_channel_port, self.transfer_tp_size),
             settings.lookup_host,
-            settings.lookup_port + vllm_config.parallel_config.data_parallel_index,  # as vLLM does for the side channel
+            settings.lookup_port + data_parallel_index,
             logger,
+            tokens,
         )
+        self._state_server: StateServer | None = None
+        if settings.state_port:
+            self._state_server = StateServer(
+                settings.lookup_host, settings.state_port + data_parallel_index, tokens, self.describe, logger
+            )
+        if tokens is None:
+            logger.warning(
+                "peers are not authenticated: set %s to a file with a token, or close the lookup port to all but peers",
+                contract.ENV_TOKEN_FILE,
+            )
         logger.info("lookup port %s:%d, engine %s", settings.lookup_host, self._server.port, engine_id)
 
     def bind_block_pool(self, pool: Any) -> None:
-        """Take the scheduler's block pool, whose re-use watchers un-publish."""
+        """Take the scheduler's block pool: its re-use watchers un-publish, its free queue is ordered by retention."""
         self._pool = pool
+        self._publisher.bind(pool)
+        self._retention = Retention(eviction.install(pool), self.settings, self.block_size, self._cost.estimate_prefill)
 
     def clear_publications(self) -> None:
-        """Forget all published blocks (weights changed, or the cache was reset)."""
-        self.index.clear()
+        """Weights or cache changed: forget what is published, and publish nothing of what began before."""
+        self._publisher.clear()
+        if self._retention is not None:
+            self._retention.clear()
 
     def shutdown(self) -> None:
+        if self._state_server is not None:
+            self._state_server.stop()
         self._server.stop()
         self._client.close()
         super().shutdown()
 
-    # --- source -------------------------------------------------------------------------------------------------------
+    # --- a request's life ---------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Ask the request's sources before it is its turn: their answers travel while others are scheduled."""
+        hints = parse_hints(request.kv_transfer_params)
+        self._publisher.begin(request.request_id)
+        assert self._retention is not None
+        self._retention.request_arrived(hints.session, time.monotonic())
+        sources = self._sources(request)
+        if request.skip_reading_prefix_cache or not (sources or hints.prefilled_tokens):
+            return
+        reader = self._readers[request.request_id] = Reader(
+            request.request_id,
+            hints,
+            Reuse(sources, self._engine.drop_last),
+            self._compatibility.digest(),
+            request.num_tokens,
+        )
+        hashes = self._hashes(request)
+        self._matcher.ask(reader, hashes, self._count_cached(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that a source holds beyond the local prefix; None while the sources' answers are outstanding.
+
+        vLLM calls this whenever it tries to place the request; the answer may be given back unused.
+        """
+        self._publisher.found(request.request_id, num_computed_tokens)
+        reader = self._readers.get(request.request_id)
+        if reader is None:
+            return 0, False
+        reader.tokens = request.num_tokens
+        tokens = self._matcher.match(reader, self._hashes(request), num_computed_tokens // self.block_size)
+        if tokens is None:
+            return None, False
+        if self._misses_too_much(request, reader, num_computed_tokens + tokens):
+            self._refuse(request, reader, num_computed_tokens + tokens)
+            return None, False
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request is admitted: hand its read, if it has one, to the workers with this step's metadata."""
+        reader = self._readers.get(request.request_id)
+        if reader is None:
+            return
+        if not num_external_tokens:
+            if reader.decision is not None:
+                reader.decided_at = time.monotonic()
+                self._recomputing[request.request_id] = request
+            return
+        read = self._matcher.begin_read(reader, num_external_tokens)
+        local_blocks = blocks.get_block_ids()[0][read.first : read.first + read.count]
+        assert len(local_blocks) == read.count, (read, local_blocks)
+        self._reads[request.request_id] = (read, local_blocks)
+        self._loading[request.request_id] = (request, local_blocks)
 
     def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """Publish the request's full blocks. Never delays their freeing: they stay readable until they are re-used."""
-        self._reuses.pop(request.request_id, None)
-        found = self._found.pop(request.request_id, 0)
-        if self._loading.pop(request.request_id, None) is not None:
+        self._readers.pop(request.request_id, None)
+        self._recomputing.pop(request.request_id, None)
+        hints = parse_hints(request.kv_transfer_params)
+        published: list[int] = []
+        if request.request_id in self._loading:
             # Aborted during the read: num_computed_tokens already counts tokens whose KV has not arrived.
-            return False, None
-        final = compute_final_tokens(
-            found, request.num_computed_tokens, request.num_in_flight_tokens, request.num_tokens
-        )
-        hashes = self._hashes(request)
-        count = min(final // self.block_size, len(block_ids[0]), len(hashes))
-        if count:
-            new = self.index.publish([bytes(hashes[i]) for i in range(count)], block_ids[0][:count])
-            if new:
-                self._watch(new)
+            self._publisher.drop(request.request_id)
+        else:
+            published = self._publisher.finish(request, block_ids[0], self._hashes(request))
+        handover = hints.handover and request.status != RequestStatus.FINISHED_ABORTED
+        assert self._retention is not None
+        self._retention.request_finished(hints.session, hints.expect, published, time.monotonic(), handover)
         return False, None
 
-    def _watch(self, block_ids: list[int]) -> None:
-        # touch and unpin_blocks are vLLM's way to set a watcher. They add and remove one reference; the request still
-        # holds its own, so the blocks' place in the free queue is untouched.
-        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
-        self._pool.touch(blocks)
-        self._pool.unpin_blocks(blocks, self._on_reuse)
-
-    def _on_reuse(self, block: Any) -> None:
-        self.index.unpublish((block.block_id,))
-
-    # --- reader -------------------------------------------------------------------------------------------------------
-
-    def on_new_request(self, request: Any) -> None:
-        """Nothing: upstream's parameters (handles, heartbeats) have no meaning here."""
-
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond the local prefix that a source holds.
-
-        Returns:
-            ``(None, False)`` to be asked again while sources may still answer, else ``(tokens, True)`` for a read, or
-            ``(0, False)``.
-        """
-        self._found[request.request_id] = num_computed_tokens
-        if not request.kv_transfer_params or request.skip_reading_prefix_cache:
-            return 0, False
-        local = num_computed_tokens // self.block_size
-        reuse = self._reuses.get(request.request_id)
-        if reuse is None:
-            reuse = self._reuses[request.request_id] = Reuse(self._sources(request), self._drop_last)
-            self._start_lookup(request, reuse, local)
-        elif reuse.is_outdated(local, time.monotonic()):
-            self._start_lookup(request, reuse, local)
-        if reuse.phase is Phase.ASKING and not self._finish_lookup(reuse, local):
-            return None, False
-        if reuse.phase is not Phase.MATCHED:
-            return 0, False
-        tokens = reuse.match(local, self._last_block(request)) * self.block_size
-        if tokens < self.settings.minimum_tokens:
-            reuse.settle()
-            return 0, False
-        return tokens, True
-
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks for the matched tokens are allocated: hand the read to the workers with this step's metadata."""
-        reuse = self._reuses.get(request.request_id)
-        if not num_external_tokens or reuse is None or reuse.phase is not Phase.MATCHED:
-            return
-        count = num_external_tokens // self.block_size
-        read = reuse.begin_read(count)
-        local_blocks = blocks.get_block_ids()[0][read.first : read.first + count]
-        assert len(local_blocks) == count, (read, local_blocks)
-        self._reads[request.request_id] = (read, local_blocks)
-        self._loading[request.request_id] = request
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: Any) -> VerifiedReadMetadata:
         """This step's reads and their tickets."""
+        now = time.monotonic()
+        self._clock.scheduled(scheduler_output, now)
+        self._matcher.begin_step()
+        if self._retention is not None:
+            if validated := self._server.take_read_blocks():
+                self._retention.blocks_read(validated, now)
+            self._retention.expire(now)
         metadata = VerifiedReadMetadata()
         metadata.scheduler_clock = time.perf_counter()
         for request_id, (read, local_blocks) in self._reads.items():
@@ -193,37 +252,106 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Reads that ended in every rank. vLLM has by now cut ``num_computed_tokens`` back to what validated."""
+        """What the workers say. vLLM has by now cut ``num_computed_tokens`` back to what validated."""
+        if (ended := self._clock.ended(time.monotonic())) is not None:
+            step, seconds = ended
+            self._cost.record_step(step.prefills, step.decodes, seconds)
+        report = connector_output.kv_connector_worker_meta or WorkerReport()
+        self._take_report(report)
         for request_id in connector_output.finished_recving or ():
-            request, reuse = self._loading.pop(request_id, None), self._reuses.get(request_id)
-            if request is None or reuse is None or reuse.read is None:
+            request, _ = self._loading.pop(request_id)
+            reader = self._readers.get(request_id)
+            if reader is None:
                 continue  # aborted during the read
-            reuse.settle()
-            if request_id in connector_output.failed_recving:
-                for part in reuse.read.parts:
-                    self._client.avoid(part.source)  # it would cost the next request as much
-            expected = reuse.read.count * self.block_size
-            reused = max(0, request.num_computed_tokens - reuse.read.first * self.block_size)
-            self._record_load(request, reuse, reused, expected - reused)
+            read = reader.reuse.read
+            assert read is not None
+            reused = max(0, request.num_computed_tokens - read.first * self.block_size)
+            self._matcher.end_read(reader, reused, frozenset(report.failed_sources))
+            if reused < read.count * self.block_size and self._misses_too_much(
+                request, reader, request.num_computed_tokens
+            ):
+                ask_again(request)  # and refuse it there
+        for request_id, request in list(self._recomputing.items()):
+            reader = self._readers[request_id]
+            self._matcher.computed(reader, request.num_computed_tokens - request.num_in_flight_tokens)
+            if reader.decision is None:
+                del self._recomputing[request_id]
 
     def get_kv_connector_stats(self) -> VerifiedReadStats | None:
         """Scheduler-side observations since the last step."""
-        published = len(self.index)
-        if published != self._reported_blocks:
-            self._reported_blocks = published
-            self.stats.record(contract.METRIC_PUBLISHED_BLOCKS, published)
+        self._report_gauge(len(self.index), contract.METRIC_PUBLISHED_BLOCKS)
+        self._report_gauge(len(self._quarantine), contract.METRIC_QUARANTINED_BLOCKS)
+        for decision, count in self._cost.decisions.items():
+            self._report_total(count, contract.METRIC_COST_DECISIONS, decision)
+        for decision, count in self._cost.regrets.items():
+            self._report_total(count, contract.METRIC_COST_REGRETS, decision)
+        if self._retention is not None:
+            for reason, blocks in self._retention.held_blocks.items():
+                self._report_gauge(blocks, contract.METRIC_HELD_BLOCKS, reason)
+            for (reason, end), count in self._retention.take_ended().items():
+                self.stats.record(contract.METRIC_HOLDS_ENDED, count, reason, end)
         return None if self.stats.is_empty() else self.stats.clone_and_reset()
 
-    def _record_load(self, request: Any, reuse: Reuse, reused: int, discarded: int) -> None:
-        assert reuse.read is not None
-        for part in reuse.read.parts:
-            tokens = min(len(part.blocks) * self.block_size, reused - part.offset * self.block_size)
-            if tokens > 0:
-                self.stats.record(contract.METRIC_REUSED_TOKENS, tokens, str(part.source), contract.DIRECTION_UNKNOWN)
-        if discarded:
-            self.stats.record(contract.METRIC_DISCARDED_TOKENS, discarded)
+    def describe(self) -> dict[str, Any]:
+        """State for people, JSON types only. The state server's thread calls it: every part may be read at any time."""
+        return {
+            "engine": self.engine_id,
+            "epoch": self.index.epoch,
+            "protocol": wire.VERSION,
+            "lookup_port": self._server.port,
+            "compatibility": self._compatibility.describe(),
+            "tensor_parallel_size": self.transfer_tp_size,
+            "published_blocks": len(self.index),
+            "reads_under_way": len(self._loading),
+            "quarantined_blocks": len(self._quarantine),
+            "transport": asdict(self._report.transport) if self._report.transport else None,
+            "bandwidths": {str(source): rate for source, rate in list(self._report.bandwidths.items())},
+            "server": self._server.describe(),
+            "client": self._client.describe(),
+            "cost": self._cost.describe(),
+            "retention": self._retention.describe() if self._retention else None,
+        }
 
-    # --- lookup -------------------------------------------------------------------------------------------------------
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _take_report(self, report: WorkerReport) -> None:
+        for read in report.reads:
+            self._cost.record_read(str(read.source), read.bytes, read.descriptors, read.seconds)
+        for request_id, ranks in report.quarantined.items():
+            if request_id in self._loading:
+                self._quarantine.hold(self._pool, request_id, self._loading[request_id][1], ranks)
+        for request_id, ranks in report.released.items():
+            self._quarantine.release(self._pool, request_id, ranks)
+        if report.transport is not None:
+            self._report.transport = report.transport
+            self.stats.record(contract.METRIC_TRANSPORT_INFO, 1, report.transport.backend, report.transport.provider)
+        for source, rate in report.bandwidths.items():
+            while len(self._report.bandwidths) >= MAXIMUM_BANDWIDTHS:
+                del self._report.bandwidths[next(iter(self._report.bandwidths))]
+            self._report.bandwidths[source] = rate
+            self.stats.record(contract.METRIC_PEER_BANDWIDTH, rate, str(source))
+
+    def _misses_too_much(self, request: Any, reader: Reader, held: int) -> bool:
+        """Whether a decode leg that has ``held`` tokens would compute too much of what prefill has computed before."""
+        limit = self.settings.recompute_limit_tokens
+        announced = min(reader.hints.prefilled_tokens, request.num_tokens)
+        return 0 < limit < announced - held and may_refuse(request)
+
+    def _refuse(self, request: Any, reader: Reader, held: int) -> None:
+        reason = f"{held} of {reader.hints.prefilled_tokens} announced tokens were found: prefill again"
+        logger.warning("request %s is refused: %s", request.request_id, reason)
+        self.stats.record(contract.METRIC_HANDOVERS_LOST)
+        refuse(request, reason)
+
+    def _report_gauge(self, value: int, name: str, *labels: str) -> None:
+        if self._reported.get((name, *labels), 0) != value:
+            self._reported[name, *labels] = value
+            self.stats.record(name, value, *labels)
+
+    def _report_total(self, total: int, name: str, *labels: str) -> None:
+        if new := total - self._reported.get((name, *labels), 0):
+            self._reported[name, *labels] = total
+            self.stats.record(name, new, *labels)
 
     def _sources(self, request: Any) -> tuple[Source, ...]:
         try:
@@ -232,44 +360,18 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             logger.warning("request %s reuses nothing: %s", request.request_id, error)
             return ()
 
-    def _hashes(self, request: Any) -> Any:
-        return resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_size)
+    def _hashes(self, request: Any) -> Sequence[bytes]:
+        hashes: Sequence[bytes] = resolve_block_hashes(
+            request.block_hashes, self._pool.hash_block_size, self.block_size
+        )
+        return self._adapters.scope(hashes, request.lora_request)
 
-    def _last_block(self, request: Any) -> int:
-        # At least one token is left to compute: its output is the request's next token.
-        last: int = min((request.num_tokens - 1) // self.block_size, len(self._hashes(request)))
-        return last
-
-    def _start_lookup(self, request: Any, reuse: Reuse, local: int) -> None:
-        """Ask all sources at once, then wait a moment in place: most answer within a millisecond."""
-        last = min(self._last_block(request), local + wire.MAXIMUM_BLOCKS)
-        if not reuse.sources or not reuse.may_ask or (last - local) * self.block_size < self.settings.minimum_tokens:
-            reuse.settle()
-            return
-        answering = [source for source in reuse.sources if not self._client.is_silent(source)]
-        sources = [source for source in answering if not self._client.is_refused(source)]
-        if not sources:
-            self.stats.record(contract.METRIC_LOOKUPS, 1, "refused" if answering else "silent")
-            reuse.settle()
-            return
-        all_hashes = self._hashes(request)
-        hashes = [bytes(all_hashes[i]) for i in range(local, last)]
-
-        def build(sequence: int) -> wire.Lookup:
-            return wire.Lookup(wire.VERSION, sequence, self._digest, hashes, self.transfer_tp_size)
-
-        now = time.monotonic()
-        questions = [self._client.ask(source, build, self.settings.lookup_deadline) for source in sources]
-        reuse.start(questions, local, last - local, now)
-        self._client.wait(questions, self.settings.inline_wait)
-
-    def _finish_lookup(self, reuse: Reuse, local: int) -> bool:
-        """Whether the sources' answers are decided; the request is then matched or settled."""
-        self._client.poll()
-        now = time.monotonic()
-        result = reuse.decide(self.engine_id, local, self.settings.settle_wait, now)
-        if result is None:
-            return False
-        self.stats.record(contract.METRIC_LOOKUPS, 1, result)
-        self.stats.record(contract.METRIC_LOOKUP_SECONDS, now - reuse.started)
-        return True
+    def _count_cached(self, request: Any) -> int:
+        """Blocks of the request's local prefix, as it stands on arrival."""
+        hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_size)
+        count = 0
+        for content in hashes:
+            if self._pool.get_cached_block(content, [0]) is None:
+                break
+            count += 1
+        return count

@@ -1,0 +1,83 @@
+"""What this engine offers to others: publish at a request's end, un-publish on re-use.
+
+Everything here runs in vLLM's scheduler thread. Three rules make it safe:
+
+- A block is published when its request finishes, before vLLM frees it, and carries a re-use watcher from then on: vLLM
+  calls it inside ``get_new_blocks``, before the block can be written again.
+- Of a finished request only those blocks are published whose tokens were computed in steps that have ended, by this
+  request or by the one whose blocks it found in the prefix cache (``compute_final_tokens``).
+- A request publishes nothing when the weights may have changed since it began (``clear``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
+
+
+class Publisher:
+    """Source side of the protocol. The pool is vLLM's ``BlockPool``."""
+
+    def __init__(self, block_size: int, index: PublicationIndex) -> None:
+        self._block_size, self._index = block_size, index
+        self._pool: Any = None
+        self._found: dict[str, int] = {}
+        """Tokens that an unfinished request found in the local prefix cache."""
+        self._generation = 0
+        self._begun: dict[str, int] = {}
+        """The generation of the weights in which an unfinished request began."""
+
+    def bind(self, pool: Any) -> None:
+        """Take the scheduler's block pool, whose re-use watchers un-publish."""
+        self._pool = pool
+
+    def clear(self) -> None:
+        """Forget all published blocks, and what unfinished requests would publish: the weights may have changed."""
+        self._generation += 1
+        self._index.clear()
+
+    def begin(self, request_id: str) -> None:
+        """A request has arrived."""
+        self._begun[request_id] = self._generation
+
+    def found(self, request_id: str, tokens: int) -> None:
+        """A request is being admitted and has found ``tokens`` in the local prefix cache."""
+        self._found[request_id] = tokens
+
+    def finish(self, request: Any, block_ids: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
+        """Publish the full blocks of a request that ends; returns them.
+
+        Args:
+            request: vLLM's ``Request``.
+            block_ids: its blocks.
+            hashes: of its full blocks, as other engines ask for them.
+        """
+        found = self._found.pop(request.request_id, 0)
+        if self._begun.pop(request.request_id, None) != self._generation:
+            return []
+        final = compute_final_tokens(
+            found, request.num_computed_tokens, request.num_in_flight_tokens, request.num_tokens
+        )
+        count = min(final // self._block_size, len(block_ids), len(hashes))
+        published = list(block_ids[:count])
+        if new := self._index.publish([bytes(hashes[position]) for position in range(count)], published):
+            self._watch(new)
+        return published
+
+    def drop(self, request_id: str) -> None:
+        """A request ends that must not publish."""
+        self._found.pop(request_id, None)
+        self._begun.pop(request_id, None)
+
+    def _watch(self, block_ids: list[int]) -> None:
+        # touch and unpin_blocks are vLLM's way to set a watcher. They add and remove one reference; the request still
+        # holds its own, so the blocks' place in the free queue is untouched.
+        blocks = [self._pool.blocks[block_id] for block_id in block_ids]
+        self._pool.touch(blocks)
+        self._pool.unpin_blocks(blocks, self._on_reuse)
+
+    def _on_reuse(self, block: Any) -> None:
+        # vLLM drops the watcher with this call; a block that is published again gets a new one.
+        self._index.unpublish((block.block_id,))
