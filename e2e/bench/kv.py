@@ -38,6 +38,7 @@ from e2e.bench.kv_setups import (
     LOCAL_HIT,
     MONOLITH,
     OURS,
+    POOL_BLOCKS,
     SETUPS,
     STOCK,
     Conversation,
@@ -47,7 +48,7 @@ from e2e.bench.kv_setups import (
     TurnTimes,
     build_setups,
 )
-from e2e.bench.processes import observe_available_bytes, observe_group
+from e2e.bench.processes import Guard, guardian, observe_available_bytes, observe_group
 from e2e.engine.client import Completion, Message, Metrics
 from e2e.engine.local import BLOCK_SIZE, ROOT
 from e2e.engine.provision import ENGINE_LINK
@@ -75,7 +76,7 @@ class Measured:
 
 
 @contextmanager
-def running(setups: Sequence[SetUp]) -> Iterator[None]:
+def running(setups: Sequence[SetUp], guard: Guard) -> Iterator[None]:
     """Engines of ``setups``, ready and frozen; stopped at the end whatever happens.
 
     Set-up by set-up: more engines at once only start in turn on two cores.
@@ -86,6 +87,7 @@ def running(setups: Sequence[SetUp]) -> Iterator[None]:
             for engine in setup.engines:
                 engine.log.unlink(missing_ok=True)
                 engine.start()
+                guard(engine.process_group)
             for engine in setup.engines:
                 engine.wait_ready()
             setup.freeze()
@@ -180,14 +182,17 @@ async def measure_idle(setup: Pair, name: str, dtype: str, sizes: Sizes) -> Idle
         await setup.turn(conversation, sizes.answer)
     setup.prefill.freeze()
     await asyncio.sleep(SETTLE_SECONDS)
+    metrics = await scrape(setup.decode)
+    pinned = metrics.value("vllm:kv_cache_usage_perc") * POOL_BLOCKS
+    blocks = round(pinned + sum(metrics.split(contract.METRIC_HELD_BLOCKS).values()))
     group = setup.decode.process_group
     began, before = time.monotonic(), observe_group(group).cpu_s
     await asyncio.sleep(sizes.idle_s)
     seconds = time.monotonic() - began
     cores = (observe_group(group).cpu_s - before) / seconds
     setup.freeze()
-    say(f"  idle decode engine of {name} with {sizes.held_sessions} held sessions: {cores:.3f} cores")
-    return Idle(name, dtype, sizes.held_sessions, round(seconds, 2), round(cores, 4))
+    say(f"  idle decode engine of {name} with {sizes.held_sessions} sessions ({blocks} blocks): {cores:.3f} cores")
+    return Idle(name, dtype, sizes.held_sessions, blocks, round(seconds, 2), round(cores, 4))
 
 
 async def measure_questions(setup: OurPair, sizes: Sizes) -> list[Questions]:
@@ -229,13 +234,13 @@ def observed_seconds(before: Metrics, after: Metrics, name: str) -> float | None
     return difference(before, after, name + "_sum")
 
 
-async def measure_dtype(dtype: str, names: Sequence[str], sizes: Sizes, *, extras: bool) -> Measured:
+async def measure_dtype(dtype: str, names: Sequence[str], sizes: Sizes, guard: Guard, *, extras: bool) -> Measured:
     """All of one data type; ``extras`` adds what does not depend on it."""
     say(f"{dtype}: starting {', '.join(names)}")
     measured = Measured()
     setups = build_setups(names, dtype, LOGS)
     by_name = {setup.name: setup for setup in setups}
-    with running(setups):
+    with running(setups, guard):
         await warm_up(setups, sizes)
         for number in range(1, sizes.rounds + 1):
             await measure_round(setups, dtype, number, sizes, measured)
@@ -250,7 +255,7 @@ async def measure_dtype(dtype: str, names: Sequence[str], sizes: Sizes, *, extra
         say("starting stock as shipped, for its idle cost")
         [shipped] = build_setups([STOCK], dtype, LOGS, as_shipped=True)
         assert isinstance(shipped, Pair)
-        with running([shipped]):
+        with running([shipped], guard):
             measured.idle.append(await measure_idle(shipped, f"{STOCK}, as shipped", dtype, sizes))
     return measured
 
@@ -347,9 +352,11 @@ def main() -> None:
         )
     LOGS.mkdir(parents=True, exist_ok=True)
     environment = observe_environment()
-    measured = {
-        dtype: asyncio.run(measure_dtype(dtype, arguments.setups, sizes, extras=dtype == dtypes[0])) for dtype in dtypes
-    }
+    with guardian() as guard:
+        measured = {
+            dtype: asyncio.run(measure_dtype(dtype, arguments.setups, sizes, guard, extras=dtype == dtypes[0]))
+            for dtype in dtypes
+        }
     wrong = {
         setup: sum(c.verdict is Verdict.WRONG for c in found)
         for setup, found in (measured["float32"].comparisons if "float32" in measured else {}).items()
@@ -372,4 +379,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("[bench-kv] interrupted; the engines are stopped")

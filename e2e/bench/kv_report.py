@@ -78,6 +78,8 @@ class Idle:
     setup: str
     dtype: str
     sessions: int
+    blocks: int
+    """KV blocks that are pinned (upstream) or held (ours)."""
     seconds: float
     cores: float
 

@@ -1,8 +1,12 @@
-"""What the kernel knows of an engine's processes: CPU time and resident memory, summed over its process group."""
+"""Process groups of engines: their CPU time and memory as the kernel tells, and their end with the bench's own."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -10,6 +14,15 @@ from typing import Final
 TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 PROC: Final = Path("/proc")
+Guard = Callable[[int], None]
+_GUARDIAN: Final = """
+import os, signal, sys
+for group in {int(line) for line in sys.stdin}:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
 
 
 @dataclass(frozen=True)
@@ -51,3 +64,24 @@ def observe_available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"{PROC / 'meminfo'} has no line MemAvailable: this needs Linux 3.14 or newer")
+
+
+@contextmanager
+def guardian() -> Iterator[Guard]:
+    """Gives a function that names a process group which must not outlive this process, however it ends.
+
+    A frozen engine handles no signal but SIGKILL, and nobody sends that when the bench itself was killed: so a process
+    beside it waits for the end of a pipe.
+    """
+    with subprocess.Popen([sys.executable, "-c", _GUARDIAN], stdin=subprocess.PIPE, start_new_session=True) as process:
+        pipe = process.stdin
+        assert pipe is not None
+
+        def guard(group: int) -> None:
+            pipe.write(f"{group}\n".encode())
+            pipe.flush()
+
+        try:
+            yield guard
+        finally:
+            process.kill()  # a regular end stops the engines itself, and a number may be used again

@@ -20,7 +20,7 @@ import aiohttp
 from bidikv_runtime import contract
 from e2e.bench.ask import Answer, EngineRefusal, LeaveEarly, build_body
 from e2e.bench.compare import Comparison, Verdict, compare
-from e2e.bench.processes import observe_group
+from e2e.bench.processes import guardian, observe_group
 from e2e.bench.soak_fleet import Fleet, describe_error
 from e2e.bench.soak_plan import (
     Act,
@@ -312,19 +312,20 @@ def main() -> None:
     prefill, decodes, monolith = build_engines(arguments.decodes)
     engines = [prefill, *decodes, monolith]
     say(f"seed {seed}: starting {len(engines)} engines")
-    try:
-        for engine in engines:
-            engine.start()
-        for engine in engines:
-            engine.wait_ready()
-        say(f"{arguments.minutes:g} minutes, {arguments.lanes} conversations at once")
-        fleet = Fleet(prefill, decodes, monolith, POOL_BLOCKS)
-        soak = Soak(fleet, seed, arguments.minutes * 60, arguments.lanes, not arguments.no_kills)
-        result = asyncio.run(soak.run())
-    finally:
-        for engine in engines:
-            engine.thaw()
-            engine.stop()
+    with guardian() as guard:
+        try:
+            for engine in engines:
+                engine.start()
+                guard(engine.process_group)
+            for engine in engines:
+                engine.wait_ready()
+            say(f"{arguments.minutes:g} minutes, {arguments.lanes} conversations at once")
+            fleet = Fleet(prefill, decodes, monolith, POOL_BLOCKS, guard)
+            soak = Soak(fleet, seed, arguments.minutes * 60, arguments.lanes, not arguments.no_kills)
+            result = asyncio.run(soak.run())
+        finally:
+            for engine in engines:
+                engine.stop()
     OUTPUT.write_text(json.dumps(result, indent=1) + "\n")
     print(build_summary(result))
     print(f"All figures are in {OUTPUT.relative_to(ROOT)}; the same plan again: --seed {seed}")
@@ -333,4 +334,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("[soak-kv] interrupted; the engines are stopped")

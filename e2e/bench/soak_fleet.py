@@ -22,6 +22,7 @@ from e2e.bench.ask import (
     reset_prefix_cache,
     scrape,
 )
+from e2e.bench.processes import Guard
 from e2e.bench.soak_report import Rest
 from e2e.engine.client import Message
 from e2e.engine.local import LocalEngine
@@ -52,6 +53,8 @@ class Fleet:
     decodes: Sequence[LocalEngine]
     monolith: LocalEngine
     pool_blocks: int
+    guard: Guard = lambda group: None
+    """Told of every process group that is started here."""
     outages: list[Outage] = field(default_factory=list)
     prefilled_again: int = 0
 
@@ -177,6 +180,7 @@ class Fleet:
         self.outages.append(outage)
         await asyncio.to_thread(engine.kill)
         await asyncio.to_thread(engine.start)
+        self.guard(engine.process_group)
         await asyncio.to_thread(engine.wait_ready)
         outage.until = time.monotonic()
 
