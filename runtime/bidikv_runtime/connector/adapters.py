@@ -47,8 +47,8 @@ class _Known:
 
 
 def scope_hashes(hashes: Sequence[bytes], identity: bytes) -> list[bytes]:
-    """Hashes of 32 bytes that differ for different adapters; ``identity`` has at most 64 bytes."""
-    return [hashlib.blake2b(content, digest_size=32, key=identity).digest() for content in hashes]
+    """Hashes of 32 bytes that differ for different adapters; ``identity`` is always of one length."""
+    return [hashlib.blake2b(identity + content, digest_size=32).digest() for content in hashes]
 
 
 def compute_identity(name: str, path: str, base_model: str | None, folder: Path | None = None) -> bytes:

@@ -19,8 +19,13 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import Any, Final
 
 from bidikv_runtime.connector.wire import MAXIMUM_RUNS, Run
+
+SLICE: Final = 4096
+"""Hashes looked up in one go: no other thread of the interpreter runs meanwhile (0.1-0.7 us for each)."""
 
 
 def compute_final_tokens(found: int, computed: int, in_flight: int, total: int) -> int:
@@ -89,7 +94,9 @@ class PublicationIndex:
 
     def lookup(self, hashes: Sequence[bytes]) -> list[Run]:
         """The first ``MAXIMUM_RUNS`` maximal runs of published blocks among ``hashes``, in order."""
-        entries = list(map(self._entry_of_hash.get, hashes))
+        entries: list[tuple[int, int] | None] = []
+        for begin in range(0, len(hashes), SLICE):
+            entries.extend(map(self._entry_of_hash.get, hashes[begin : begin + SLICE]))
         runs: list[Run] = []
         start = 0
         while len(runs) < MAXIMUM_RUNS:
@@ -98,8 +105,8 @@ class PublicationIndex:
             if start == len(entries):
                 break
             end = _find_gap(entries, start)
-            blocks, numbers = zip(*entries[start:end], strict=True)  # type: ignore[misc]
-            runs.append(Run(start, list(blocks), list(numbers)))
+            run: list[Any] = entries[start:end]
+            runs.append(Run(start, list(map(itemgetter(0), run)), list(map(itemgetter(1), run))))
             start = end
         return runs
 

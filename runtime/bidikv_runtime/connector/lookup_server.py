@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from typing import Final
 
@@ -22,6 +23,11 @@ from bidikv_runtime.connector.tokens import Tokens
 
 STOP_SECONDS: Final = 5.0
 """How long ``stop`` waits for the thread, which is at most in the middle of one answer."""
+SWITCH_SECONDS: Final = 0.0005
+"""How soon a thread that computes lets this one have the interpreter. It gives it up at each of the five system calls
+of an answer, and waits up to Python's 5 ms each time to get it back. Measured beside such a thread on a loaded machine
+of two cores (median, lookup and validation of 750 blocks): 5.9-7.6 ms with Python's interval, 1.3-4.3 ms with this one;
+0.8-1.3 ms when there is no such thread."""
 QUEUE_LENGTH: Final = 64
 """Messages queued per reader, in each direction; zmq drops what is over, and the reader's deadline covers it."""
 KEEPALIVE_IDLE_SECONDS: Final = 60
@@ -103,6 +109,7 @@ class LookupServer:
         self._stop, self._stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._stopped.bind("inproc://stop")
         self._stop.connect("inproc://stop")
+        sys.setswitchinterval(min(SWITCH_SECONDS, sys.getswitchinterval()))
         self._thread = threading.Thread(target=self._serve, daemon=True, name="bidikv-lookup")
         self._thread.start()
 

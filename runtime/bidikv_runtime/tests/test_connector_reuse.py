@@ -115,6 +115,55 @@ def test_the_longer_of_two_answers_wins() -> None:
     assert [part.source for part in reuse.begin_read(6).parts] == [SOURCES[1]]
 
 
+def test_two_sources_are_joined_and_a_read_names_both() -> None:
+    reuse, [first, second] = asking(4, 20, sources=2)
+    first.reply, second.reply = found(4, 6), found(8, 10, start=4)
+    assert reuse.decide("me", 4, 0.02, 0.0) == "hit"
+    assert reuse.match(5, 24) == 13
+    read = reuse.begin_read(8)
+    assert (read.first, read.count) == (5, 8)
+    assert [(part.source, part.offset, part.blocks) for part in read.parts] == [
+        (SOURCES[0], 0, (105, 106, 107, 108, 109)),
+        (SOURCES[1], 5, (110, 111, 112)),
+    ]
+
+
+def test_sources_asked_before_the_local_prefix_was_known() -> None:
+    """It covers the gap of the first source, and what the second one holds no longer matters."""
+    reuse, [first, second] = asking(0, 20, sources=2)
+    both = found(0, 2)
+    both.runs.append(found(4, 8, start=4).runs[0])
+    first.reply, second.reply = both, found(0, 6)
+    assert reuse.decide("me", 4, 0.02, 0.0) == "hit"
+    assert reuse.match(4, 20) == 8
+    assert [part.source for part in reuse.begin_read(8).parts] == [SOURCES[0]]
+
+
+def test_nothing_is_waited_for_when_the_local_prefix_covers_all() -> None:
+    reuse, [question] = asking(0, 10)
+    assert reuse.decide("me", 9, 0.02, 0.0) is None
+    assert reuse.decide("me", 10, 0.02, 0.0) is not None
+    assert question.open
+    assert reuse.phase is Phase.SETTLED
+
+
+def test_the_last_block_of_a_run_is_left_out_for_drafts_that_read_ahead() -> None:
+    reuse, [question] = asking(0, 10)
+    reuse.drop_last = True
+    question.reply = found(0, 10)
+    assert reuse.decide("me", 0, 0.02, 0.0) == "hit"
+    assert reuse.match(0, 10) == 9
+
+
+def test_a_complete_answer_is_not_waited_beyond() -> None:
+    for drop_last in (False, True):
+        reuse, [first, second] = asking(0, 10, sources=2)
+        reuse.drop_last = drop_last
+        first.reply = found(0, 10)
+        assert reuse.decide("me", 0, 0.02, 0.0) == "hit"
+        assert second.open
+
+
 REFUSED = wire.Refused(1, 1, {})
 
 
