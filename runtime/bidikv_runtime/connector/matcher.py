@@ -6,6 +6,7 @@ questions are sent once, when it arrives, and most of their answers are there wh
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from bidikv_runtime.connector.lookup_client import LookupClient
 from bidikv_runtime.connector.reuse import Phase, Read, Reuse
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.sources import Source
+
+logger = logging.getLogger("vllm.bidikv.matcher")
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Reader:
     tokens: int
     """All tokens that it has to compute or read before its next output."""
     decision: Decision | None = None
-    decided_at: float = 0.0
+    admitted_at: float = 0.0
+    """When its blocks were allocated, and reading or computing began."""
     decided_end: int = 0
     """Tokens of the prompt up to which ``decision`` reaches."""
 
@@ -115,7 +119,7 @@ class Matcher:
 
     def begin_read(self, reader: Reader, tokens: int) -> Read:
         """The request's blocks are allocated: read ``tokens`` tokens of the match."""
-        reader.decided_at = time.monotonic()
+        reader.admitted_at = time.monotonic()
         return reader.reuse.begin_read(tokens // self._engine.block_size)
 
     def end_read(self, reader: Reader, reused: int, failed_sources: frozenset[Source]) -> None:
@@ -159,8 +163,12 @@ class Matcher:
             result = reuse.decide(self._engine.engine_id, local, self._settings.settle_wait, began + waited)
         if result is None:
             return False
+        seconds = time.monotonic() - reuse.started
         self._stats.record(contract.METRIC_LOOKUPS, 1, result)
-        self._stats.record(contract.METRIC_LOOKUP_SECONDS, time.monotonic() - reuse.started)
+        self._stats.record(contract.METRIC_LOOKUP_SECONDS, seconds)
+        logger.debug(
+            "request %s: lookup after block %d: %s in %.1f ms", reader.request_id, local, result, seconds * 1e3
+        )
         return True
 
     def _is_cheaper(self, reader: Reader, local: int, tokens: int) -> bool:
@@ -174,7 +182,7 @@ class Matcher:
         assert offer is not None
         if reader.decision is None:
             reader.decision = self._cost.choose([self._measure(part) for part in offer.parts], context, tokens)
-            reader.decided_at, reader.decided_end = time.monotonic(), context + tokens
+            reader.admitted_at, reader.decided_end = time.monotonic(), context + tokens
         return reader.decision.kind != RECOMPUTE
 
     def _measure(self, part: Part) -> cost.Part:
@@ -187,4 +195,4 @@ class Matcher:
     def _judge(self, reader: Reader) -> None:
         decision, reader.decision = reader.decision, None
         assert decision is not None
-        self._cost.record_outcome(decision, time.monotonic() - reader.decided_at)
+        self._cost.record_outcome(decision, time.monotonic() - reader.admitted_at)

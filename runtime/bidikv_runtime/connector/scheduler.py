@@ -190,7 +190,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             return
         if not num_external_tokens:
             if reader.decision is not None:
-                reader.decided_at = time.monotonic()
+                reader.admitted_at = time.monotonic()
                 self._recomputing[request.request_id] = request
             return
         read = self._matcher.begin_read(reader, num_external_tokens)
@@ -267,6 +267,16 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             assert read is not None
             reused = max(0, request.num_computed_tokens - read.first * self.block_size)
             self._matcher.end_read(reader, reused, frozenset(report.failed_sources))
+            logger.info(
+                "request %s: %d tokens were here, %d of %d found at %s were read and validated in %.1f ms, %d to compute",
+                request_id,
+                read.first * self.block_size,
+                reused,
+                read.count * self.block_size,
+                " and ".join(str(part.source) for part in read.parts),
+                (time.monotonic() - reader.admitted_at) * 1e3,
+                request.num_tokens - request.num_computed_tokens,
+            )
             if reused < read.count * self.block_size and self._misses_too_much(
                 request, reader, request.num_computed_tokens
             ):
