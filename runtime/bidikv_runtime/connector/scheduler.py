@@ -268,7 +268,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             reused = max(0, request.num_computed_tokens - read.first * self.block_size)
             self._matcher.end_read(reader, reused, frozenset(report.failed_sources))
             logger.info(
-                "request %s: %d tokens were here, %d of %d found at %s were read and validated in %.1f ms, %d to compute",
+                "request %s: %d tokens were here, %d of %d at %s read and validated in %.1f ms, %d to compute",
                 request_id,
                 read.first * self.block_size,
                 reused,
