@@ -26,6 +26,8 @@ SUPPORTED_SPECS: Final = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 have no hash of their own content (encoder-only and cross attention) or live in two pools (HiSparse)."""
 UNIFORM_SPECS: Final = "UniformTypeKVCacheSpecs"
 """One group whose layers differ in size only; it is what its layers are."""
+MAXIMUM_DIFFERENCES: Final = 20
+"""Named in an explanation: what the other side says of itself may be anything, and goes into the log."""
 TENSOR_PARALLEL_SIZE: Final = "tensor_parallel_size"
 
 
@@ -76,11 +78,16 @@ class Compatibility:
         """In what the source ``other`` differs from this engine, as the end of a sentence."""
         mine = asdict(self)
         differences = [
-            f"{name} is {mine.get(name, 'absent')!r} here and {other.get(name, 'absent')!r} there"
+            f"{name if name in mine else repr(name)} is {_shorten(mine.get(name))} here and "
+            f"{_shorten(other.get(name))} there"
             for name in sorted(mine.keys() | other.keys())
             if mine.get(name) != other.get(name)
-        ]
+        ][:MAXIMUM_DIFFERENCES]
         return "; ".join(differences) or "nothing that this version compares"
+
+
+def _shorten(value: str | None) -> str:
+    return "absent" if value is None else repr(value[:200])
 
 
 def explain_parallelism(both: Compatibility, reader: int, source: int) -> str | None:

@@ -24,8 +24,8 @@ from bidikv_runtime.connector.tokens import Tokens
 
 MAXIMUM_CONNECTIONS: Final = 64
 """Open connections; the least recently used one is closed beyond."""
-QUEUE_LENGTH: Final = 64
-"""Requests queued for a source that does not take them; more are not sent."""
+QUEUE_LENGTH: Final = 512
+"""Requests queued for a source that does not take them; more are not sent. Requests arrive in bursts."""
 
 
 Explain = Callable[[wire.Refused], str]
@@ -103,7 +103,8 @@ class LookupClient:
     def ask(self, source: Source, build: Callable[[int], wire.Request], seconds: float) -> Question:
         """Send the request that ``build`` makes for a fresh sequence number; never blocks.
 
-        The question turns silent after ``seconds``, or at once when the source's queue is full.
+        The question turns silent after ``seconds``, or at once when the source's queue is full (it says no more about
+        the source than the questions in the queue will) or its address is none.
         """
         self._sequence += 1
         now = time.monotonic()
@@ -113,7 +114,9 @@ class LookupClient:
             data = self._tokens.seal(authentication.REQUEST, data)
         try:
             self._socket(source).send(data, zmq.NOBLOCK)
-        except zmq.ZMQError:  # full queue, or an address that zmq cannot parse
+        except zmq.Again:
+            question.silent = True
+        except zmq.ZMQError:
             self._give_up(question)
         else:
             self._open[self._sequence] = question
@@ -121,6 +124,7 @@ class LookupClient:
 
     def poll(self, seconds: float = 0.0) -> None:
         """Collect replies that are there, waiting up to ``seconds`` for the first; turn late questions silent."""
+        answered: set[Source] = set()
         if self._open:
             next_deadline = min(question.deadline for question in self._open.values())
             seconds = max(0.0, min(seconds, next_deadline - time.monotonic()))
@@ -128,10 +132,10 @@ class LookupClient:
             for socket in {self._sockets[q.source] for q in self._open.values() if q.source in self._sockets}:
                 poller.register(socket, zmq.POLLIN)
             for socket, _ in poller.poll(math.ceil(seconds * 1000)):
-                self._receive(socket)
+                answered |= self._receive(socket)
         now = time.monotonic()
         for sequence, question in list(self._open.items()):
-            if question.deadline <= now:
+            if question.deadline <= now and question.source not in answered:  # its other replies may come right behind
                 del self._open[sequence]
                 self._give_up(question)
 
@@ -169,12 +173,14 @@ class LookupClient:
         self._sockets.move_to_end(source)
         return socket
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(QUEUE_LENGTH):  # and not for as long as a source sends
+    def _receive(self, socket: zmq.Socket[bytes]) -> set[Source]:
+        """Take the replies that are there; returns the source if one of them answers a question."""
+        answered: set[Source] = set()
+        for _ in range(len(self._open) + QUEUE_LENGTH):  # and not for as long as a source sends
             try:
                 data: bytes | None = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             assert data is not None
             if self._tokens is not None and (data := self._tokens.open(authentication.REPLY, data)) is None:
                 self._count_unauthenticated()
@@ -188,6 +194,7 @@ class LookupClient:
                 continue  # too late, or an answer to what another source was asked
             del self._open[reply.sequence]
             question.reply = reply
+            answered.add(question.source)
             now = time.monotonic()
             self.peers.note_answer(question.source, now)
             if isinstance(reply, wire.Refused):
@@ -196,6 +203,7 @@ class LookupClient:
                     self._logger.warning(
                         "source %s refuses to share KV: %s; its KV is recomputed instead", question.source, reason
                     )
+        return answered
 
     def _count_unauthenticated(self) -> None:
         self.unauthenticated += 1

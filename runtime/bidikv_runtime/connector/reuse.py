@@ -17,7 +17,7 @@ from bidikv_runtime.connector.lookup_client import Question
 from bidikv_runtime.connector.sources import Source
 
 ANSWER_LIFE: Final = 2.0
-"""Seconds after which the answer for a request that still waits for blocks is asked for again: it is likely stale."""
+"""Seconds after which the sources of a request that still waits are asked again: their answers are likely stale."""
 LOOKUP_BUDGET: Final = 3
 """Lookups per request: one that keeps waiting reads by an old answer, which validation covers."""
 
@@ -81,11 +81,10 @@ class Reuse:
 
     def is_outdated(self, local: int, now: float) -> bool:
         """Whether to ask again: the local prefix of ``local`` blocks no longer reaches to where the questions began, or
-        the answer is old."""
+        they were asked long ago."""
         if self.phase not in (Phase.ASKING, Phase.MATCHED):
             return False
-        old = self.phase is Phase.MATCHED and self.may_ask and now - self.started > ANSWER_LIFE
-        return local < self.first or old
+        return local < self.first or (self.may_ask and now - self.started > ANSWER_LIFE)
 
     def decide(self, own_engine: str, local: int, settle_wait: float, now: float) -> str | None:
         """Settle on the answers so far; the result for the metrics, or None while waiting may still help.

@@ -15,8 +15,8 @@ MAXIMUM_BLOCKS: Final = 65_536
 """Blocks in a message: a million tokens in blocks of 16."""
 MAXIMUM_RUNS: Final = 4
 """Runs in an answer. A session that lost blocks in the middle has two or three; more pieces are not worth reading."""
-MAXIMUM_BYTES: Final = 8 << 20
-"""Size of a message: the largest lookup carries 65,536 hashes of 32 bytes and their headers."""
+MAXIMUM_BYTES: Final = 4 << 20
+"""Size of a message: the largest lookup carries 65,536 hashes of 32 bytes and their headers, 2.2 MB."""
 MAXIMUM_PARALLEL: Final = 4096
 
 Whole = Annotated[int, msgspec.Meta(ge=0)]

@@ -132,7 +132,14 @@ def test_each_difference_counts_and_is_named(other: Compatibility, field: str) -
 
 
 def test_fields_that_only_one_side_knows_are_named() -> None:
-    assert "new is 'absent' here and 'x' there" in compatibility().explain(compatibility().describe() | {"new": "x"})
+    assert compatibility().explain(compatibility().describe() | {"new": "x"}) == "'new' is absent here and 'x' there"
+
+
+def test_an_explanation_is_short_and_on_one_line_whatever_the_other_side_says() -> None:
+    said = {f"{n}\nname": "v\n" * 2000 for n in range(64)}
+    explanation = compatibility().explain(compatibility().describe() | said)
+    assert len(explanation) < 20_000
+    assert "\n" not in explanation
 
 
 def test_the_tensor_parallel_size_may_differ() -> None:

@@ -339,6 +339,22 @@ def test_a_full_queue_is_silent_at_once(client: LookupClient, silent: Source) ->
     assert any(question.silent for question in questions)
 
 
+def test_a_burst_of_questions_is_answered(client: LookupClient) -> None:
+    with serving(holding(3)) as source:
+        questions = [ask_lookup(client, source) for _ in range(500)]
+        client.wait(questions, PATIENCE)
+        assert all(isinstance(question.reply, wire.Found) for question in questions)
+
+
+def test_a_reply_that_nobody_looked_at_before_the_deadline_counts(client: LookupClient) -> None:
+    with serving(holding(3)) as source:
+        question = ask_lookup(client, source, seconds=0)
+        assert client._sockets[source].poll(int(PATIENCE * 1000))
+        client.poll()
+        assert isinstance(question.reply, wire.Found)
+        assert not client.is_silent(source)
+
+
 def test_connections_are_bounded(client: LookupClient) -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
