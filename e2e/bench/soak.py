@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -111,7 +112,7 @@ class Soak:
             "seconds": round(time.monotonic() - began, 1),
             "lanes": self.lanes,
             "engines": [engine.name for engine in self.fleet.disturbed],
-            "tally": dict(vars(self.tally)),  # asdict would rebuild its Counters from pairs
+            "tally": {k: dict(v) if isinstance(v, Counter) else v for k, v in vars(self.tally).items()},
             "counters": {name: round(value) for name, value in self.counters.totals.items()},
             "rest": [asdict(engine) for engine in rest],
             "growth": growth,
