@@ -67,6 +67,7 @@ class LocalEngine:
     """None makes a monolith: no connector, nothing reused between engines."""
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    model: Path = MODEL_LINK
     port: int = field(default_factory=free_port)
     lookup_port: int = field(default_factory=free_port)
     side_channel_port: int = field(default_factory=free_port)
@@ -87,7 +88,7 @@ class LocalEngine:
         command = [
             str(ENGINE_LINK / "bin" / "python"),
             *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(MODEL_LINK), "--served-model-name", SERVED_MODEL),
+            *("--model", str(self.model), "--served-model-name", SERVED_MODEL),
             *("--host", HOST, "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK_SIZE)),
             *("--max-model-len", "8192", "--max-num-batched-tokens", "2048"),

@@ -1,9 +1,9 @@
-"""Make the demo's model: a random-weight Qwen3 and a tokenizer in which one printable ASCII character is one token.
+"""Make a random-weight Qwen3 and a tokenizer in which one printable ASCII character is one token.
 
 No model hub is needed, every output re-encodes to the same tokens, and a context's length is exact. Run by the engine's
-interpreter (it needs torch and transformers): ``python model.py DIRECTORY``.
+interpreter (it needs torch and transformers): ``python model.py DIRECTORY [SHAPE]``.
 
-The shape is chosen for what the demo shows. Attention is narrow (4 heads of 64) and the MLP wide, so that the share of
+The shape ``demo`` is chosen for what the demo shows. Attention is narrow (4 heads of 64) and the MLP wide, so that the share of
 prefill that grows with new tokens only, as in a large model, outweighs the quadratic part. The output layer is scaled
 up because random weights give near-ties, in which float noise flips a greedy token (1 in about 300 with bfloat16).
 """
@@ -18,6 +18,10 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SHAPES: dict[str, dict[str, int]] = {
+    "demo": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},  # for tests with many engines
+}
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
@@ -28,8 +32,11 @@ def byte_symbols() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
 
 
-def make(directory: str) -> int:
-    """Write model, tokenizer and chat template into ``directory``; returns the number of parameters."""
+def make(directory: str, shape: str = "demo") -> int:
+    """Write model, tokenizer and chat template into ``directory``; returns the number of parameters.
+
+    The shape is one of ``SHAPES``.
+    """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -49,9 +56,7 @@ def make(directory: str) -> int:
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=size,
-            hidden_size=512,
-            intermediate_size=2048,
-            num_hidden_layers=8,
+            **SHAPES[shape],
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=64,
@@ -73,4 +78,4 @@ def make(directory: str) -> int:
 
 
 if __name__ == "__main__":
-    print(f"{make(sys.argv[1]) / 1e6:.1f} M parameters in {sys.argv[1]}")
+    print(f"{make(*sys.argv[1:3]) / 1e6:.1f} M parameters in {sys.argv[1]}")

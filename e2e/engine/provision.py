@@ -1,4 +1,4 @@
-"""Install the engine environment (vLLM and NIXL on CPU) and make the demo's model, both cached outside the tree.
+"""Install the engine environment (vLLM and NIXL on CPU) and make the models, all cached outside the tree.
 
 ``python -m e2e.engine.provision`` is idempotent: outputs are keyed by the content of their inputs and marked complete
 as the last step, so an interrupted run starts over and a second run takes no time. Stable links in ``LINKS`` lead to
@@ -24,6 +24,9 @@ MODEL_SCRIPT: Final = HERE / "model.py"
 LINKS: Final = Path("/var/lib/bidikv")
 ENGINE_LINK: Final = LINKS / "engine"
 MODEL_LINK: Final = LINKS / "model"
+"""The demo's model."""
+TINY_LINK: Final = LINKS / "tiny"
+"""A model of two layers, for tests with many engines."""
 SYSTEM_PYTHON: Final = "/usr/bin/python3"
 """Debian's interpreter, at the same path on the host and in the images: pods mount the environment as it is."""
 PATCH_NAME: Final = "bidikv_local_engine.pth"
@@ -84,35 +87,37 @@ def provision_engine(paths: Paths) -> Path:
     return target
 
 
-def provision_model(paths: Paths, engine: Path) -> Path:
-    """The demo's model; returns its folder.
+def provision_model(paths: Paths, engine: Path, shape: str = "demo") -> Path:
+    """A model of one of the shapes of ``model.py``; returns its folder.
 
     Raises:
         ClusterError: it could not be made.
     """
-    target = paths.cache / "model" / key_of(MODEL_SCRIPT.read_bytes(), REQUIREMENTS.read_bytes())
+    target = paths.cache / shape / key_of(MODEL_SCRIPT.read_bytes(), REQUIREMENTS.read_bytes())
     if not (target / COMPLETE).exists():
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         run_logged(
-            [str(engine / "bin" / "python"), str(MODEL_SCRIPT), str(target)],
-            what="Making the demo's random-weight model",
-            log=paths.logs / "model.log",
+            [str(engine / "bin" / "python"), str(MODEL_SCRIPT), str(target), shape],
+            what=f"Making the {shape} random-weight model",
+            log=paths.logs / f"model-{shape}.log",
             limit_seconds=INSTALL_LIMIT_SECONDS,
             environment=os.environ | {"HF_HUB_OFFLINE": "1"},
         )
         (target / COMPLETE).touch()
-    point(MODEL_LINK, target)
+    point(MODEL_LINK if shape == "demo" else LINKS / shape, target)
     return target
 
 
 def main() -> None:
     paths = find_paths()
     try:
-        provision_model(paths, provision_engine(paths))
+        engine = provision_engine(paths)
+        provision_model(paths, engine)
+        provision_model(paths, engine, "tiny")
     except ClusterError as error:
         raise SystemExit(str(error)) from None
-    say(f"Engine environment {ENGINE_LINK}, model {MODEL_LINK}.")
+    say(f"Engine environment {ENGINE_LINK}, models {MODEL_LINK} and {TINY_LINK}.")
 
 
 if __name__ == "__main__":
