@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bidikv_runtime import contract
+from e2e.engine import turn
 from e2e.engine.provision import ENGINE_LINK, MODEL_LINK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +74,7 @@ class LocalEngine:
     side_channel_port: int = field(default_factory=free_port)
     state_port: int = field(default_factory=free_port)
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _has_turn: bool = field(default=False, repr=False)
 
     @property
     def url(self) -> str:
@@ -114,6 +116,9 @@ class LocalEngine:
             }
             | dict(self.environment)
         )
+        if not self._has_turn:
+            turn.take()
+            self._has_turn = True
         # The kernel ends the engine when its parent dies, so an interrupted test run leaves none behind.
         setpriv = shutil.which("setpriv")
         guard = [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
@@ -181,6 +186,9 @@ class LocalEngine:
             pass
         finally:
             self.kill()  # also what an engine core leaves behind in the group
+            if self._has_turn:
+                turn.give_back()
+                self._has_turn = False
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:
