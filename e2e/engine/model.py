@@ -3,7 +3,7 @@
 No model hub is needed, every output re-encodes to the same tokens, and a context's length is exact. Run by the engine's
 interpreter (it needs torch and transformers): ``python model.py DIRECTORY [SHAPE]``.
 
-The shape ``demo`` is chosen for what the demo shows. Attention is narrow (4 heads of 64) and the MLP wide, so that the share of
+The shape ``demo`` is chosen for what it shows. Attention is narrow (4 heads of 64), the MLP wide, so that the share of
 prefill that grows with new tokens only, as in a large model, outweighs the quadratic part. The output layer is scaled
 up because random weights give near-ties, in which float noise flips a greedy token (1 in about 300 with bfloat16).
 """
