@@ -90,16 +90,33 @@ class ReadingAgent:
     """The NIXL agent as a reader wants it, for vLLM's code to use in place of its own.
 
     It sends no notifications (a source holds nothing for its readers, and an idle one never polls), puts the
-    descriptors of a read in an order that NIXL can join (``coalesce``), and keeps the telemetry of a transfer that has
-    ended for the one who started it: vLLM reads it and forgets which transfer it was.
+    descriptors of a read in an order that NIXL can join (``coalesce``), keeps the telemetry of a transfer that has
+    ended for the one who started it (vLLM reads it and forgets which transfer it was), and knows how long the
+    descriptors of a prepared list are.
     """
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
         self._telemetry: dict[Any, Any] = {}
+        self._shapes: dict[Any, tuple[int, int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
+
+    def prep_xfer_dlist(self, agent_name: str, descriptors: Any, **options: Any) -> Any:
+        """Prepare a list of descriptors, all of one length."""
+        handle = self._agent.prep_xfer_dlist(agent_name, descriptors, **options)
+        self._shapes[handle] = (descriptors[0][1], descriptors.descCount())
+        return handle
+
+    def release_dlist_handle(self, handle: Any) -> None:
+        """Forget a list."""
+        self._shapes.pop(handle, None)
+        self._agent.release_dlist_handle(handle)
+
+    def shape_of(self, handle: Any) -> tuple[int, int]:
+        """Bytes of each descriptor of a prepared list, and how many there are."""
+        return self._shapes[handle]
 
     def make_prepped_xfer(
         self,

@@ -11,8 +11,10 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Final
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.nixl_utils import NixlWrapper
@@ -20,19 +22,27 @@ from vllm.logger import init_logger
 
 from bidikv_runtime.connector import wire
 from bidikv_runtime.connector.agent import BackendError, ReadingAgent, agent_settings, explain_missing_backend
+from bidikv_runtime.connector.bandwidth import BandwidthProbe
+from bidikv_runtime.connector.compatibility import validate_specs
 from bidikv_runtime.connector.lookup_client import LookupClient, Question
 from bidikv_runtime.connector.metadata import VerifiedReadMetadata, WorkerReport
 from bidikv_runtime.connector.reads import Part, Reads
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.stats import VerifiedReadStats
 from bidikv_runtime.connector.ticket import ReadReport
+from bidikv_runtime.connector.tokens import load_tokens
 from bidikv_runtime.connector.transfer_quarantine import TransferQuarantine
+from bidikv_runtime.connector.transport import TransportInfo, describe_transport, list_open_devices
 
 logger = init_logger("vllm.bidikv.worker")
+
+MAXIMUM_BANDWIDTHS: Final = 256
+"""Engines whose bandwidth is remembered."""
 
 
 class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, settings: Settings) -> None:
+        validate_specs([group.kv_cache_spec for group in kv_cache_config.kv_cache_groups])
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         try:
             with agent_settings(NixlWrapper, settings.progress_delay_us):
@@ -42,17 +52,33 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             if NixlWrapper is not None and (reason := explain_missing_backend(NixlWrapper, backends)) is not None:
                 raise BackendError(reason) from error
             raise
+        if absent := [name for name in self.nixl_backends if name not in self.nixl_wrapper.backends]:
+            reason = explain_missing_backend(NixlWrapper, absent)  # NIXL skips a backend whose plugin it does not find
+            raise BackendError(reason or f"NIXL has not loaded its backend {absent[0]}: see its log")
         if affinity is not None:
             os.sched_setaffinity(0, affinity)  # on CPU, upstream binds the whole worker to the last core of each node
         self.settings = settings
-        self.nixl_wrapper: Any = ReadingAgent(self.nixl_wrapper)
+        self._agent = self.nixl_wrapper
+        self.nixl_wrapper: Any = ReadingAgent(self._agent)
         self.xfer_stats = VerifiedReadStats()
-        self._client = LookupClient(settings.silent_period)
+        self._client = LookupClient(
+            settings.silent_period,
+            settings.silent_period_maximum,
+            tokens=load_tokens(os.environ, logger),
+            logger=logger,
+        )
         self._reads = Reads()
         self._quarantine = TransferQuarantine(self.nixl_wrapper)
         self._report = WorkerReport()
         self._looked = time.monotonic()
         """When the transfers were looked at last."""
+        self._transport: TransportInfo | None = None
+        self._probe: BandwidthProbe | None = None
+        self._scratch: Any = None
+        self._bandwidths: dict[str, float] = {}
+        """Bytes per second by engine; written by the handshake thread."""
+        self._unreported: dict[str, float] = {}
+        """Those of engines that no read has begun from, which tells by what address requests name them."""
 
     def shutdown(self) -> None:
         if hasattr(self, "_client"):
@@ -63,6 +89,40 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             self._recving_transfers.clear()
             self._quarantine.close()
         super().shutdown()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Upstream's registration; then what the agent reads with is known, and peers may be measured."""
+        super().register_kv_caches(kv_caches)
+        agent = self.nixl_wrapper
+        self._transport = describe_transport(self.nixl_backends, list(agent.backends), os.environ, list_open_devices())
+        self._report.transport = self._transport
+        say = logger.warning if self._transport.warning else logger.info
+        say(
+            "KV is read with %s over %s (%s)", self._transport.backend, self._transport.provider, self._transport.detail
+        )
+        if self._transport.warning:
+            logger.warning("%s", self._transport.warning)
+        if self.settings.probe_bytes and not self._mixed_mem_types:
+            # After upstream's: its metadata, which peers read by, do not name this buffer.
+            cache = next(iter(kv_caches.values()))
+            self._scratch = torch.empty(self.settings.probe_bytes, dtype=torch.uint8, device=cache.device)
+            address, size = self._scratch.data_ptr(), self._scratch.nbytes
+            descriptors = agent.get_reg_descs([(address, size, self.device_id, "")], self.region_mem_types[0])
+            agent.register_memory(descriptors, backends=self.nixl_backends)
+            self._registered_descs.append(descriptors)
+            self._probe = BandwidthProbe(self._agent, self.region_mem_types[0], address, size, self.device_id)
+
+    def describe(self) -> dict[str, Any]:
+        """State for people, JSON types only."""
+        return {
+            "transport": asdict(self._transport) if self._transport else None,
+            "peers": [
+                {"engine": engine_id, "ranks": len(agents), "bandwidth": self._bandwidths.get(engine_id)}
+                for engine_id, agents in list(self._remote_agents.items())
+            ],
+            "parts_under_way": len(self._reads),
+            "parts_in_quarantine": len(self._quarantine),
+        }
 
     # --- what vLLM calls with every step, in this order ---------------------------------------------------------------
 
@@ -99,13 +159,39 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
 
     # --- transfers ----------------------------------------------------------------------------------------------------
 
-    def _nixl_handshake(self, host: str, port: int, *arguments: Any, **options: Any) -> Any:
+    def _nixl_handshake(
+        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *arguments: Any, **options: Any
+    ) -> Any:
         """Upstream's handshake, which waits five seconds for a host that is gone and holds up all others meanwhile,
-        behind a short look whether anybody is there: a zmq listener greets whoever connects, a frozen one does not."""
+        behind a short look whether anybody is there: a zmq listener greets whoever connects, a frozen one does not.
+
+        Runs in upstream's handshake thread, one peer at a time.
+        """
         with socket.create_connection((host, port), timeout=self.settings.connect_deadline) as probe:
             if not probe.recv(1):
                 raise ConnectionError(f"{host}:{port} closes the connection without a greeting")
-        return super()._nixl_handshake(host, port, *arguments, **options)
+        shaken = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *arguments, **options)
+        try:
+            self._measure(expected_engine_id)
+        except Exception:
+            logger.warning("The bandwidth to engine %s could not be measured", expected_engine_id, exc_info=True)
+        return shaken
+
+    def _measure(self, engine_id: str) -> None:
+        """Measure the bandwidth to the first of an engine's ranks that this one reads from."""
+        if self._probe is None or not (sides := self.dst_xfer_side_handles.get(engine_id)):
+            return
+        side = sides[min(sides)]
+        length, count = self.nixl_wrapper.shape_of(side)
+        rate = self._probe.measure(side, length, count, self.settings.connect_deadline)
+        if rate is None:
+            logger.warning("Engine %s does not let its bandwidth be measured in time", engine_id)
+            return
+        logger.info("Engine %s is read at %.0f MB/s", engine_id, rate / 1e6)
+        if len(self._bandwidths) >= MAXIMUM_BANDWIDTHS:
+            del self._bandwidths[next(iter(self._bandwidths))]
+            self._unreported.clear()
+        self._bandwidths[engine_id] = self._unreported[engine_id] = rate
 
     def _read_blocks_for_req(self, part_id: str, meta: Any) -> None:
         """Post the transfers of a part, unless it was abandoned while its handshake went on."""
@@ -114,6 +200,8 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             return
         super()._read_blocks_for_req(part_id, meta)
         part.handles = list(self._recving_transfers.get(part_id, ()))
+        if part.handles and (rate := self._unreported.pop(meta.remote.engine_id, None)) is not None:
+            self._report.bandwidths[part.ticket.source] = rate
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
         """Hold back reads that have completed until their source has confirmed them; abandon those that are overdue."""

@@ -11,8 +11,9 @@ import pytest
 import bidikv_runtime.connector
 
 FOLDER = Path(bidikv_runtime.connector.__file__).parent
-ALLOWED = {"msgspec", "zmq", "vllm"}
-WITH_VLLM = {"connector.py", "metadata.py", "scheduler.py", "stats.py", "worker.py"}
+ALLOWED = {"msgspec", "zmq"}
+WITH_VLLM = {"connector.py", "metadata.py", "refusal.py", "scheduler.py", "stats.py", "worker.py"}
+WITH_TORCH = {"worker.py"}
 
 
 def imported(path: Path) -> set[str]:
@@ -30,5 +31,6 @@ def test_imports(path: Path) -> None:
     foreign = {name for name in imported(path) if name.split(".")[0] not in sys.stdlib_module_names}
     ours = {name for name in foreign if name.startswith("bidikv_runtime.")}
     assert all(name.startswith(("bidikv_runtime.connector", "bidikv_runtime.contract")) for name in ours)
-    allowed = ALLOWED if path.name in WITH_VLLM else ALLOWED - {"vllm"}
+    allowed = ALLOWED | ({"vllm"} if path.name in WITH_VLLM else set())
+    allowed |= {"torch"} if path.name in WITH_TORCH else set()
     assert {name.split(".")[0] for name in foreign - ours} <= allowed
