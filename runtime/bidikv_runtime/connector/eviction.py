@@ -4,8 +4,9 @@ vLLM evicts a cached block by handing it out, in the order of its free queue: le
 takes that queue's place and hands out
 
 1. blocks without content (as vLLM does), then blocks of groups that are over,
-2. all others in vLLM's own order,
-3. blocks of held groups, one group after another, the policy's least valuable first.
+2. blocks of groups whose hold has expired: they are older than all that follows,
+3. all others in vLLM's own order,
+4. blocks of held groups, one group after another, the policy's least valuable first.
 
 A hold is nothing but a place in this order. It takes no reference, so a held block counts as free, any allocation gets
 it when nothing else is left, and there is nothing to give back that could leak. Invariants:
@@ -33,6 +34,7 @@ class Place(Enum):
     """Where the free blocks of a group wait."""
 
     FIRST = "first"
+    AGED = "aged"
     RECENT = "recent"
     HELD = "held"
 
@@ -108,7 +110,8 @@ class TieredQueue:
 
     def __init__(self, blocks: Sequence[Block], free: Iterable[Block]) -> None:
         self._blocks = blocks
-        self._first, self._recent = _Chain(), _Chain()
+        self._first, self._aged, self._recent = _Chain(), _Chain(), _Chain()
+        self._open = (self._first, self._aged, self._recent)
         self._held: dict[Group, None] = {}
         self.group_of: list[Group | None] = [None] * len(blocks)
         """The group of each block, by ``block_id``; to read only."""
@@ -144,7 +147,7 @@ class TieredQueue:
         self.num_free_blocks -= n
         taken: list[Block] = []
         while True:
-            for chain in (self._first, self._recent):
+            for chain in self._open:
                 block, tail = chain.head.next_free_block, chain.tail
                 missing = n - len(taken)
                 while missing and block is not tail:
@@ -219,7 +222,7 @@ class TieredQueue:
 
     def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
         """Free blocks after a free one (None: from the start), in the order of ``get_all_free_blocks``."""
-        chains = [self._first, self._recent, *(group.chain for group in self._held)]
+        chains = [*self._open, *(group.chain for group in self._held)]
         block = chains[0].head if cursor is None else cursor
         while True:
             block = block.next_free_block
@@ -254,20 +257,21 @@ class TieredQueue:
                 self.remove(block)
                 self.append(block)
 
-    def release(self, group: Group, place: Place, *, oldest: bool = False) -> None:
-        """End a hold in O(1): the group's blocks, in use or free, belong to another place from now on.
+    def release(self, group: Group, place: Place) -> None:
+        """End a hold in O(1): its free blocks go to the end of another place, and those in use when they are freed.
 
         Args:
             group: a held group; nothing happens to another one.
-            place: FIRST for blocks without further use, RECENT for vLLM's order.
-            oldest: in RECENT, ahead of all others instead of behind them.
+            place: FIRST for blocks without further use, AGED for those not used for long, RECENT for vLLM's order.
         """
         if group.place is not Place.HELD:
             return
         self._held.pop(group, None)
         group.place = place
         chain = self._chain(group)
-        chain.splice(group.chain, chain.head.next_free_block if oldest else chain.tail)
+        chain.splice(group.chain, chain.tail)
+        if place is Place.AGED:
+            group.place = Place.RECENT  # blocks in use are not aged
 
     def clear(self) -> None:
         """Dissolve all groups: the cache's content became invalid. The order stays."""
@@ -279,6 +283,8 @@ class TieredQueue:
     def _chain(self, group: Group) -> _Chain:
         if group.place is Place.HELD:
             return group.chain
+        if group.place is Place.AGED:
+            return self._aged
         return self._first if group.place is Place.FIRST else self._recent
 
     def _leave(self, group: Group) -> None:

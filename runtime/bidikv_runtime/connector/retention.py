@@ -134,8 +134,8 @@ class Retention:
             self._returns.observe(record.kind, record.history, now - record.idle_since)
             record.idle_since = None
         record.running += 1
-        for hold in record.holds:
-            hold.active = True
+        if record.holds:
+            record.holds[-1].active = True
 
     def request_finished(
         self, session: str | None, expect: str | None, blocks: Sequence[int], now: float, handover: bool = False
@@ -193,12 +193,12 @@ class Retention:
             if record.idle_since > horizon:
                 break  # the longest idle come first, running ones aside
             self._returns.observe(record.kind, record.history, None)
-            self._forget(session, record, "expired", Place.RECENT)
+            self._forget(session, record, "expired", Place.AGED)
         for hold in list(self._holds[SESSION]):
             if hold.since <= horizon:
-                self._end(hold, "expired", oldest=True)
+                self._end(hold, "expired", Place.AGED)
             elif not hold.active and hold.forecast and hold.forecast.chance(now - hold.since) < LEAST_CHANCE:
-                self._end(hold, "over", oldest=True)
+                self._end(hold, "over", Place.AGED)
 
     def clear(self) -> None:
         """Forget all holds: the cache's content became invalid."""
@@ -312,15 +312,16 @@ class Retention:
         self._group(None, used, Place.RECENT)
 
     def _fit(self, hold: Hold, blocks: Sequence[int]) -> None:
-        """Keep the budget: less valuable holds end, then the end of this one."""
-        excess = self.held_blocks[SESSION] - self._budgets[SESSION]
+        """Keep the budget: less valuable holds end, then the end of this one. What a running request uses is free."""
+        held = sum(other.size for other in self._holds[SESSION] if not other.active)
+        excess = held - self._budgets[SESSION]
         if excess <= 0:
             return
         worth = self._worth(hold)
         for other in sorted(self._sample(self._holds[SESSION]), key=self._worth):
             if excess <= 0 or self._worth(other) >= worth:
                 break
-            excess -= other.size
+            excess -= 0 if other.active else other.size
             self._end(other, "budget")
         if excess > 0:
             self._cut(hold, blocks[-excess:])
@@ -332,9 +333,9 @@ class Retention:
         else:
             self._group(hold.session, blocks, Place.RECENT)
 
-    def _end(self, hold: Hold, ended: str, place: Place = Place.RECENT, *, oldest: bool = False) -> None:
+    def _end(self, hold: Hold, ended: str, place: Place = Place.RECENT) -> None:
         self._count(hold, ended)
-        self._queue.release(hold, Place.FIRST if hold.over else place, oldest=oldest)
+        self._queue.release(hold, Place.FIRST if hold.over else place)
 
     def _count(self, hold: Hold, ended: str) -> None:
         self._holds[hold.reason].pop(hold, None)
@@ -356,7 +357,7 @@ class Retention:
         if hold.forecast is None or not hold.size:
             return 0, 0.0
         seconds = self._prefill_seconds(hold.context * self._block_size, hold.size * self._block_size)
-        return int(hold.active), hold.forecast.rate(self._now - hold.since) * seconds / hold.size
+        return 0, hold.forecast.rate(self._now - hold.since) * seconds / hold.size
 
     def _sample(self, holds: Collection[Hold]) -> Collection[Hold]:
         return holds if len(holds) <= SAMPLE else self._random.sample(list(holds), SAMPLE)
@@ -369,14 +370,14 @@ class Retention:
             record = self._sessions[session] = _Session(self._returns.build_history())
             if len(self._sessions) > MAXIMUM_SESSIONS:
                 oldest, forgotten = next(iter(self._sessions.items()))
-                self._forget(oldest, forgotten, "expired", Place.RECENT)
+                self._forget(oldest, forgotten, "expired", Place.AGED)
         self._sessions.move_to_end(session)
         return record
 
     def _forget(self, session: str, record: _Session, ended: str, place: Place) -> None:
         for hold in record.holds:
             if hold.place is Place.HELD and hold.size:
-                self._end(hold, ended, place, oldest=place is Place.RECENT)
+                self._end(hold, ended, place)
         del self._sessions[session]
 
 

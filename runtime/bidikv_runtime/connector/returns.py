@@ -50,14 +50,22 @@ class Gaps:
             self.total /= 2
 
 
-@dataclass(frozen=True)
 class Forecast:
-    """For a session whose request has just ended; ages in seconds since then."""
+    """For a session whose request has just ended; ages in seconds since then.
 
-    edges: Sequence[float]
-    rates: Sequence[float]
-    """Per bin, 1/s: see ``rate``."""
-    chances: Sequence[float]
+    Args:
+        edges: upper ends of the bins.
+        shares: probability of a return in each bin.
+        never: probability of none.
+    """
+
+    __slots__ = ("_edges", "_later", "_rates", "_shares")
+
+    def __init__(self, edges: Sequence[float], shares: Sequence[float], never: float) -> None:
+        self._edges, self._shares = edges, shares
+        self._later = list(accumulate(reversed(shares), initial=never))[::-1]
+        """Probability of no return before each bin's start."""
+        self._rates: dict[int, float] = {}
 
     def rate(self, age: float) -> float:
         """Returns per second of waiting if one waits on for as long as pays best, given no return yet.
@@ -67,14 +75,26 @@ class Forecast:
         allocation indices", 1979). It grows with the age where the return is due and falls where it is overdue, which
         neither the age (least recently used) nor the probability alone does.
         """
-        return self.rates[self._position(age)]
+        first = self._position(age)
+        best = self._rates.get(first)
+        if best is None:
+            best = returned = waited = 0.0
+            start = self._edges[first - 1] if first else 0.0
+            for i in range(first, len(self._shares)):
+                returned += self._shares[i]
+                waited += (self._edges[i] - start) * (self._later[i] + self._later[i + 1]) / 2
+                start = self._edges[i]
+                best = max(best, returned / waited)
+            self._rates[first] = best
+        return best
 
     def chance(self, age: float) -> float:
         """Probability of a return before the horizon, given none yet."""
-        return self.chances[self._position(age)]
+        first = self._position(age)
+        return 1.0 - self._later[-1] / self._later[first]
 
     def _position(self, age: float) -> int:
-        return min(bisect_right(self.edges, age), len(self.rates) - 1)
+        return min(bisect_right(self._edges, age), len(self._shares) - 1)
 
 
 @dataclass
@@ -119,22 +139,7 @@ class Returns:
                 total = gaps.total + weight
                 shares = [(count + weight * share) / total for count, share in zip(gaps.counts, shares, strict=True)]
         never = shares.pop()
-        later = list(accumulate(reversed(shares), initial=never))[::-1]  # no return before the bin's start
-        starts = [0.0, *self.edges[:-1]]
-        waits = [
-            (end - start) * (before + after) / 2
-            for start, end, before, after in zip(starts, self.edges, later, later[1:], strict=False)
-        ]
-        rates, chances = [], []
-        for first in range(len(shares)):
-            returned = waited = best = 0.0
-            for share, wait in zip(shares[first:], waits[first:], strict=True):
-                returned += share
-                waited += wait
-                best = max(best, returned / waited)
-            rates.append(best)
-            chances.append(returned / later[first])
-        return Forecast(self.edges, rates, chances)
+        return Forecast(self.edges, shares, never)
 
     def describe(self) -> dict[str, object]:
         """Chance of a return and the median gap, by kind; for the JSON state."""
