@@ -148,6 +148,12 @@ async def scrape(engine: LocalEngine) -> Metrics:
         return Metrics(await response.text())
 
 
+def difference(before: Metrics, after: Metrics, name: str) -> float | None:
+    """By how much a metric grew; None when the engine has no such metric."""
+    now = after.split(name)
+    return sum(now.values()) - sum(before.split(name).values()) if now else None
+
+
 async def reset_prefix_cache(engine: LocalEngine) -> bool:
     """Empty the engine's prefix cache; whether it did: it refuses while a block is in use."""
     async with (

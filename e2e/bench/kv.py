@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bidikv_runtime import contract
-from e2e.bench.ask import ask, build_body, scrape
+from e2e.bench.ask import ask, build_body, difference, scrape
 from e2e.bench.compare import Comparison, Verdict, compare
 from e2e.bench.kv_plan import QUICK, PlannedTurn, Sizes, build_conversation, build_text, choose_order
 from e2e.bench.kv_report import (
@@ -221,12 +221,6 @@ async def measure_questions(setup: OurPair, sizes: Sizes) -> list[Questions]:
     return found
 
 
-def difference(before: Metrics, after: Metrics, name: str) -> float | None:
-    """By how much a metric grew; None when the engine has no such metric."""
-    now = after.split(name)
-    return sum(now.values()) - sum(before.split(name).values()) if now else None
-
-
 def observed_seconds(before: Metrics, after: Metrics, name: str) -> float | None:
     """The one observation of a histogram in between; None when there was not exactly one."""
     if difference(before, after, name + "_count") != 1:
@@ -281,6 +275,7 @@ def build_sample(dtype: str, number: int, turn: PlannedTurn, setup: str, times: 
         round(times.engine_ttft_s, 5),
         times.prefill_local_tokens,
         times.prefill_remote_tokens,
+        {name: round(seconds, 5) for name, seconds in times.parts.items()},
     )
 
 

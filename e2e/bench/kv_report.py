@@ -49,6 +49,7 @@ class Sample:
     engine_ttft_s: float
     prefill_local_tokens: int
     prefill_remote_tokens: int
+    parts: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,10 @@ def summarise_turns(samples: Sequence[Sample], dtype: str) -> list[dict[str, Any
                 "prefill_s": _plain(compute_spread(s.prefill_s for s in own)),
                 "prefill_local_tokens": median(s.prefill_local_tokens for s in own),
                 "prefill_remote_tokens": median(s.prefill_remote_tokens for s in own),
+                "parts_s": {
+                    part: _plain(compute_spread(s.parts[part] for s in own if part in s.parts))
+                    for part in sorted({part for s in own for part in s.parts})
+                },
             }
         rows.append(
             {

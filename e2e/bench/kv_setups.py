@@ -15,8 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from bidikv_runtime import contract
-from e2e.bench.ask import Answer, LeaveEarly, ask, build_body, build_prefill_body, reset_prefix_cache, scrape
-from e2e.engine.client import Message
+from e2e.bench.ask import (
+    Answer,
+    LeaveEarly,
+    ask,
+    build_body,
+    build_prefill_body,
+    difference,
+    reset_prefix_cache,
+    scrape,
+)
+from e2e.engine.client import Message, Metrics
 from e2e.engine.local import LocalEngine
 
 MONOLITH: Final = "monolith"
@@ -33,6 +42,14 @@ POOL_BLOCKS: Final = 1200
 PIN_SECONDS: Final = 1800
 """Upstream's pins end after 480 s by default, which on two slow cores would be between two turns of a long run."""
 EVICT_SECONDS: Final = 60.0
+TTFT: Final = "vllm:time_to_first_token_seconds"
+PARTS: Final = {
+    "lookup": contract.METRIC_LOOKUP_SECONDS,
+    "read and validation": contract.METRIC_READ_SECONDS,
+    "validation": contract.METRIC_VALIDATE_SECONDS,
+    "transfer": "vllm:nixl_xfer_time_seconds",
+}
+"""Histograms of an engine; upstream's connector has the last one only."""
 
 
 @dataclass
@@ -80,6 +97,8 @@ class TurnTimes:
     """Tokens of the prompt that prefill found in its own cache."""
     prefill_remote_tokens: int
     """Tokens of the prompt that prefill got from decode."""
+    parts: dict[str, float]
+    """What the engines say to have spent on reads, to see where the time goes."""
     answer: Answer
 
 
@@ -93,36 +112,29 @@ class Conversation:
     """Upstream's: where decode has pinned the last turn."""
 
 
-@dataclass(frozen=True)
-class _Counts:
-    local: float
-    remote: float
-    ttft_sum: float
-    ttft_count: float
+def describe_parts(role: str, before: Metrics, after: Metrics) -> dict[str, float]:
+    """Seconds that an engine says to have spent on its reads in between, part by part; parts that it had none of are
+    left out."""
+    found = {f"{role}: {part}": difference(before, after, f"{name}_sum") for part, name in PARTS.items()}
+    return {part: seconds for part, seconds in found.items() if seconds}
 
 
-async def _observe(engine: LocalEngine) -> _Counts:
-    metrics = await scrape(engine)
-
-    def value(name: str) -> float:
-        return sum(metrics.split(name).values())
-
-    return _Counts(
-        value("vllm:prefix_cache_hits_total"),
-        value("vllm:external_prefix_cache_hits_total"),
-        value("vllm:time_to_first_token_seconds_sum"),
-        value("vllm:time_to_first_token_seconds_count"),
-    )
+def count_cached(before: Metrics, after: Metrics) -> tuple[int, int]:
+    """Prompt tokens in between that an engine found in its own cache, and at another engine."""
+    local, remote = (difference(before, after, f"vllm:{kind}prefix_cache_hits_total") for kind in ("", "external_"))
+    return int(local or 0), int(remote or 0)
 
 
-async def _engine_ttft(engine: LocalEngine, before: _Counts) -> float:
-    """The engine's own time to first token of the one request since ``before``."""
+async def observe_first_token(engine: LocalEngine, before: Metrics) -> tuple[float, Metrics]:
+    """The engine's own time to first token of the one request since ``before``, and the scrape that has it."""
     for _ in range(100):
-        after = await _observe(engine)
-        if after.ttft_count == before.ttft_count + 1:
-            return after.ttft_sum - before.ttft_sum
+        after = await scrape(engine)
+        if count := difference(before, after, f"{TTFT}_count"):
+            if count == 1:
+                return difference(before, after, f"{TTFT}_sum") or 0.0, after
+            raise RuntimeError(f"{engine.name} counted {count:.0f} first tokens instead of 1: is it used by others?")
         await asyncio.sleep(0.02)
-    raise RuntimeError(f"{engine.name} counted {after.ttft_count - before.ttft_count:.0f} first tokens instead of 1")
+    raise RuntimeError(f"{engine.name} counted no first token of the last request")
 
 
 @dataclass
@@ -154,11 +166,11 @@ class SetUp:
 
     async def turn(self, conversation: Conversation, answer_tokens: int) -> TurnTimes:
         """Answer ``conversation.messages``."""
-        before = await _observe(self.decode)
+        before = await scrape(self.decode)
         answer = await ask(self.decode, build_body(conversation.messages, answer_tokens), stream=True)
-        engine_ttft = await _engine_ttft(self.decode, before)
-        local = int((await _observe(self.decode)).local - before.local)
-        return TurnTimes(0.0, answer.first_token_s, engine_ttft, answer.prompt_tokens, local, 0, answer)
+        engine_ttft, after = await observe_first_token(self.decode, before)
+        local, remote = count_cached(before, after)
+        return TurnTimes(0.0, answer.first_token_s, engine_ttft, answer.prompt_tokens, local, remote, {}, answer)
 
     async def end(self, conversation: Conversation) -> None:
         """Give back what the conversation still occupies."""
@@ -196,21 +208,23 @@ class Pair(SetUp):
         return await ask(self.prefill, build_prefill_body(conversation.messages), stream=False, kv_params=params)
 
     async def turn(self, conversation: Conversation, answer_tokens: int) -> TurnTimes:
-        before_p, before_d = await _observe(self.prefill), await _observe(self.decode)
+        before_p, before_d = await scrape(self.prefill), await scrape(self.decode)
         prefill = await self.prefill_leg(conversation, self.prefill_params(conversation))
         body = build_body(conversation.messages, answer_tokens)
         params = self.decode_params(conversation, prefill)
         answer = await ask(self.decode, body, stream=self.streams, kv_params=params, headers=self.decode_headers())
         conversation.handle = answer.kv_transfer_params
-        engine_ttft = prefill.total_s + await _engine_ttft(self.decode, before_d)
-        after_p = await _observe(self.prefill)
+        decode_ttft, after_d = await observe_first_token(self.decode, before_d)
+        after_p = await scrape(self.prefill)
+        local, remote = count_cached(before_p, after_p)
         return TurnTimes(
             prefill.total_s,
             prefill.total_s + answer.first_token_s if self.streams else None,
-            engine_ttft,
+            prefill.total_s + decode_ttft,
             prefill.prompt_tokens,
-            int(after_p.local - before_p.local),
-            int(after_p.remote - before_p.remote),
+            local,
+            remote,
+            describe_parts("prefill", before_p, after_p) | describe_parts("decode", before_d, after_d),
             answer,
         )
 
@@ -283,11 +297,10 @@ class OurPair(Pair):
         history = Conversation(conversation.name, conversation.messages[:-1])
         if history.messages:
             await self.prefill_leg(history, self.prefill_params(history))
-        before = await _observe(self.prefill)
+        before = await scrape(self.prefill)
         answer = await self.prefill_leg(conversation, {contract.SESSION_PARAM: conversation.name})
-        after = await _observe(self.prefill)
-        local, remote = int(after.local - before.local), int(after.remote - before.remote)
-        return TurnTimes(answer.total_s, None, answer.total_s, answer.prompt_tokens, local, remote, answer)
+        local, remote = count_cached(before, await scrape(self.prefill))
+        return TurnTimes(answer.total_s, None, answer.total_s, answer.prompt_tokens, local, remote, {}, answer)
 
 
 def build_setups(names: Sequence[str], dtype: str, logs: Path, *, as_shipped: bool = False) -> list[SetUp]:

@@ -31,7 +31,18 @@ def sample(
 ) -> Sample:
     streamed = setup not in (STOCK, LOCAL_HIT)
     return Sample(
-        "float32", number, turn, kind, setup, tokens, seconds - 0.1, seconds if streamed else None, seconds, 0, 0
+        "float32",
+        number,
+        turn,
+        kind,
+        setup,
+        tokens,
+        seconds - 0.1,
+        seconds if streamed else None,
+        seconds,
+        0,
+        0,
+        {"prefill: lookup": 0.001},
     )
 
 
