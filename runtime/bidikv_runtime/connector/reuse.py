@@ -17,7 +17,8 @@ from bidikv_runtime.connector.lookup_client import Question
 from bidikv_runtime.connector.sources import Source
 
 ANSWER_LIFE: Final = 2.0
-"""Seconds after which the sources of a request that still waits are asked again: their answers are likely stale."""
+"""Seconds after which the sources of a request that still waits for blocks are asked again: what they said is likely
+stale."""
 LOOKUP_BUDGET: Final = 3
 """Lookups per request: one that keeps waiting reads by an old answer, which validation covers."""
 
@@ -84,7 +85,8 @@ class Reuse:
         they were asked long ago."""
         if self.phase not in (Phase.ASKING, Phase.MATCHED):
             return False
-        return local < self.first or (self.may_ask and now - self.started > ANSWER_LIFE)
+        waiting = any(question.open and now < question.deadline for question in self.questions)
+        return local < self.first or (self.may_ask and not waiting and now - self.started > ANSWER_LIFE)
 
     def decide(self, own_engine: str, local: int, settle_wait: float, now: float) -> str | None:
         """Settle on the answers so far; the result for the metrics, or None while waiting may still help.
