@@ -113,6 +113,20 @@ async def test_what_decode_or_prefill_holds_is_not_lost(deployment: Deployment) 
     assert await lost(d) == before
 
 
+async def test_a_handover_that_is_overwritten_during_its_read_is_lost(deployment: Deployment) -> None:
+    reader, source, before = deployment.p, deployment.d, await lost(deployment.p)  # P is the one with faults
+    messages = [user("overwritten", LONG)]
+    await source.chat(messages, max_tokens=1)
+    deployment.fault(hold_reads=True)
+    leg = asyncio.create_task(ask(reader, messages, LONG, source=source.engine.source))
+    await deployment.held("read")
+    await deployment.evict(source)
+    deployment.fault()
+    assert_refused(await leg)
+    assert await lost(reader) == before + 1
+    await deployment.assert_no_kv_in_use()
+
+
 async def test_a_refusal_disturbs_no_other_request(deployment: Deployment) -> None:
     d = deployment.d
     messages = [user("undisturbed", 600)]
