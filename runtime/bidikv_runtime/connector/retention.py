@@ -45,6 +45,8 @@ LEAST_CHANCE: Final = 0.1
 """A session less likely than this to come back within the idle time counts as over."""
 CONTINUED_SHARE: Final = 0.5
 """A request that re-uses at least this share of a hold's blocks continues it; one that re-uses fewer is a fork."""
+MAXIMUM_AWAITED: Final = 8
+"""Holds per session whose return is awaited: its branches, and what edits have left over."""
 SAMPLE: Final = 128
 """Of more holds than this, the least valuable of a random sample is given up instead of the least valuable of all."""
 
@@ -52,7 +54,7 @@ SAMPLE: Final = 128
 class Hold(Group):
     """The blocks of one finished request, or the prefix that it has in common with others."""
 
-    __slots__ = ("active", "context", "forecast", "over", "reason", "session", "shared", "since")
+    __slots__ = ("context", "forecast", "kind", "over", "reason", "session", "shared", "since")
 
     def __init__(self, reason: str, session: str | None, since: float, *, shared: bool = False) -> None:
         super().__init__()
@@ -62,9 +64,8 @@ class Hold(Group):
         self.shared = shared
         self.context = 0
         """Blocks before the hold's first."""
+        self.kind: Kind | None = None
         self.forecast: Forecast | None = None
-        self.active = False
-        """The session's next request has arrived and not yet finished."""
         self.over = False
         """Nobody will need the blocks once the hold has ended."""
 
@@ -74,9 +75,10 @@ class _Session:
     history: Gaps
     turns: int = 0
     running: int = 0
-    idle_since: float | None = None
-    kind: Kind = (None, 0)
+    arrived: float = 0.0
+    changed: float = 0.0
     holds: list[Hold] = field(default_factory=list)
+    """Those whose return is awaited, held or not, oldest first."""
 
 
 def estimate_seconds(context: int, tokens: int) -> float:
@@ -129,13 +131,9 @@ class Retention:
         self._now = now
         if session is None or not self._aware:
             return
-        record = self._touch(session)
-        if record.idle_since is not None:
-            self._returns.observe(record.kind, record.history, now - record.idle_since)
-            record.idle_since = None
+        record = self._touch(session, now)
+        record.arrived = now
         record.running += 1
-        if record.holds:
-            record.holds[-1].active = True
 
     def request_finished(
         self, session: str | None, expect: str | None, blocks: Sequence[int], now: float, handover: bool = False
@@ -151,14 +149,9 @@ class Retention:
         self._now = now
         record = None
         if self._aware and session is not None:
-            record = self._touch(session)
+            record = self._touch(session, now)
             record.turns += 1
-            record.kind = build_kind(expect, record.turns)
             record.running = max(0, record.running - 1)
-            if not record.running:
-                record.idle_since = now
-                for hold in record.holds:
-                    hold.active = False
         if blocks:
             self._place(session, record, expect, blocks, handover)
         if session is not None and record is not None and expect == contract.EXPECT_OVER:
@@ -187,17 +180,20 @@ class Retention:
                 break
             self._end(hold, "expired")
         horizon = now - self._settings.retention_idle
-        for session, record in list(self._sessions.items()):
-            if record.idle_since is None:
-                continue
-            if record.idle_since > horizon:
-                break  # the longest idle come first, running ones aside
-            self._returns.observe(record.kind, record.history, None)
+        idle = []
+        for session, record in self._sessions.items():
+            if record.changed > horizon:
+                break
+            if not record.running:
+                idle.append((session, record))
+        for session, record in idle:
+            for hold in record.holds:
+                self._observe(hold, record, None)
             self._forget(session, record, "expired", Place.AGED)
         for hold in list(self._holds[SESSION]):
             if hold.since <= horizon:
                 self._end(hold, "expired", Place.AGED)
-            elif not hold.active and hold.forecast and hold.forecast.chance(now - hold.since) < LEAST_CHANCE:
+            elif hold.forecast is not None and hold.forecast.chance(now - hold.since) < LEAST_CHANCE:
                 self._end(hold, "over", Place.AGED)
 
     def clear(self) -> None:
@@ -250,10 +246,12 @@ class Retention:
             foreign = {hold for hold, count in touched.items() if _is_foreign(hold, session, count)}
             if foreign:
                 common = next(len(owners) - i for i, owner in enumerate(reversed(owners)) if owner in foreign)
+        continued = {hold for hold, count in touched.items() if _is_continued(hold, session, count)}
         for hold, count in touched.items():
-            # What a continued hold keeps is the end of an edited history.
-            if hold.place is Place.HELD and (count == hold.size or _is_continued(hold, session, count)):
+            if hold.place is Place.HELD and count == hold.size:
                 self._end(hold, "used")
+        if record is not None:
+            self._learn(record, continued)
         if common:
             self._hold_common(session, blocks[:common])
         own, over = blocks[common:], record is not None and expect == contract.EXPECT_OVER
@@ -262,25 +260,60 @@ class Retention:
         elif over:
             self._group(session, own, Place.FIRST)
         elif record is not None:
-            self._hold_session(session, record, own, common)
+            self._hold_session(session, record, expect, own, common)
 
     def _hold_common(self, session: str | None, blocks: Sequence[int]) -> None:
         hold = Hold(SESSION, session, self._now, shared=True)
         self._hold(hold, blocks)
         self._fit(hold, blocks)
 
-    def _hold_session(self, session: str | None, record: _Session, blocks: Sequence[int], context: int) -> None:
-        forecast = self._returns.forecast(record.kind, record.history)
-        if forecast.chance(0.0) < LEAST_CHANCE:
-            self._group(session, blocks, Place.RECENT)
+    def _hold_session(
+        self, session: str | None, record: _Session, expect: str | None, blocks: Sequence[int], context: int
+    ) -> None:
+        if not blocks:
             return
         hold = Hold(SESSION, session, self._now)
-        hold.context, hold.forecast, hold.active = context, forecast, record.running > 0
+        hold.context = context
+        hold.kind = build_kind(expect, record.turns, (context + len(blocks)) * self._block_size)
+        hold.forecast = self._returns.forecast(hold.kind, record.history)
+        record.holds.append(hold)
+        del record.holds[:-MAXIMUM_AWAITED]
+        if hold.forecast.chance(0.0) < LEAST_CHANCE:
+            hold.place = Place.RECENT
         self._hold(hold, blocks)
         self._fit(hold, blocks)
-        record.holds = [old for old in record.holds if old.place is Place.HELD and old.size]
-        if hold.place is Place.HELD:
-            record.holds.append(hold)
+
+    def _learn(self, record: _Session, continued: Collection[Hold]) -> None:
+        """The session has finished a request that continued these holds and bypassed the others."""
+        returned = any(hold in continued for hold in record.holds)
+        awaited = []
+        for hold in record.holds:
+            # One lost to other requests would have been continued, if it was the newest and no other one was.
+            lost = not hold.size and hold is record.holds[-1] and not returned
+            if hold in continued or lost:
+                self._observe(hold, record, max(0.0, record.arrived - hold.since))
+                if hold.place is Place.HELD and hold.size:  # the end of an edited history stays held
+                    self._tally(hold, "used")
+                    self._bypass(hold, record)
+                    awaited.append(hold)
+            elif hold.size and self._now - hold.since > self._settings.retention_idle:
+                self._observe(hold, record, None)
+            elif hold.size:
+                self._bypass(hold, record)
+                awaited.append(hold)
+        record.holds = awaited
+
+    def _observe(self, hold: Hold, record: _Session, gap: float | None) -> None:
+        if hold.kind is not None:
+            self._returns.observe(hold.kind, record.history, gap)
+
+    def _bypass(self, hold: Hold, record: _Session) -> None:
+        if hold.kind is None or hold.kind.bypassed:
+            return
+        hold.kind = hold.kind._replace(bypassed=True)
+        hold.forecast = self._returns.forecast(hold.kind, record.history)
+        if hold.place is Place.HELD and hold.forecast.chance(self._now - hold.since) < LEAST_CHANCE:
+            self._end(hold, "over", Place.AGED)
 
     def _hold_handover(self, session: str | None, blocks: Sequence[int], over: bool) -> None:
         if not self._budgets[HANDOVER]:
@@ -296,7 +329,7 @@ class Retention:
 
     def _hold(self, hold: Hold, blocks: Sequence[int]) -> None:
         self._queue.assign(blocks, hold)
-        if hold.size:
+        if hold.size and hold.place is Place.HELD:
             self._holds[hold.reason][hold] = None
 
     def _group(self, session: str | None, blocks: Sequence[int], place: Place) -> None:
@@ -312,16 +345,15 @@ class Retention:
         self._group(None, used, Place.RECENT)
 
     def _fit(self, hold: Hold, blocks: Sequence[int]) -> None:
-        """Keep the budget: less valuable holds end, then the end of this one. What a running request uses is free."""
-        held = sum(other.size for other in self._holds[SESSION] if not other.active)
-        excess = held - self._budgets[SESSION]
-        if excess <= 0:
+        """Keep the budget: less valuable holds end, then the end of this one."""
+        excess = self.held_blocks[SESSION] - self._budgets[SESSION]
+        if excess <= 0 or hold.place is not Place.HELD:
             return
         worth = self._worth(hold)
         for other in sorted(self._sample(self._holds[SESSION]), key=self._worth):
             if excess <= 0 or self._worth(other) >= worth:
                 break
-            excess -= 0 if other.active else other.size
+            excess -= other.size
             self._end(other, "budget")
         if excess > 0:
             self._cut(hold, blocks[-excess:])
@@ -339,6 +371,9 @@ class Retention:
 
     def _count(self, hold: Hold, ended: str) -> None:
         self._holds[hold.reason].pop(hold, None)
+        self._tally(hold, ended)
+
+    def _tally(self, hold: Hold, ended: str) -> None:
         self._ended[hold.reason, ended] += 1
         self._totals[hold.reason, ended] += 1
 
@@ -357,20 +392,21 @@ class Retention:
         if hold.forecast is None or not hold.size:
             return 0, 0.0
         seconds = self._prefill_seconds(hold.context * self._block_size, hold.size * self._block_size)
-        return 0, hold.forecast.rate(self._now - hold.since) * seconds / hold.size
+        return 1, hold.forecast.rate(self._now - hold.since) * seconds / hold.size
 
     def _sample(self, holds: Collection[Hold]) -> Collection[Hold]:
         return holds if len(holds) <= SAMPLE else self._random.sample(list(holds), SAMPLE)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
-    def _touch(self, session: str) -> _Session:
+    def _touch(self, session: str, now: float) -> _Session:
         record = self._sessions.get(session)
         if record is None:
             record = self._sessions[session] = _Session(self._returns.build_history())
             if len(self._sessions) > MAXIMUM_SESSIONS:
                 oldest, forgotten = next(iter(self._sessions.items()))
                 self._forget(oldest, forgotten, "expired", Place.AGED)
+        record.changed = now
         self._sessions.move_to_end(session)
         return record
 

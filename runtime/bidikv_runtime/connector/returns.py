@@ -1,8 +1,9 @@
-"""When a session comes back: learnt from the times between the end of a request and the session's next one.
+"""When the blocks of a finished request are needed again: learnt from how long it took for earlier ones.
 
 Those gaps span orders of magnitude (a tool's answer in 0.2 s, a person's after ten minutes) and their shape is not
-known, so they are counted in bins of logarithmic width. Three levels, each the prior of the next: all sessions,
-sessions of the same kind (what the request said about the next turn, how many turns there were), this session.
+known, so they are counted in bins of logarithmic width. Four levels, each the prior of the next: everything; what the
+request said about the next turn and whether its session has gone on without its blocks since (``bypassed``); also how
+long the session and its context are; this session.
 
 Invariant: probabilities lie strictly between 0 and 1; nothing observed makes an estimate infinite or undefined.
 """
@@ -13,26 +14,41 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final
-
-Kind = tuple[str | None, int]
+from math import log
+from typing import Final, NamedTuple
 
 FIRST_EDGE: Final = 0.1
-EDGE_RATIO: Final = 1.6
+EDGE_RATIO: Final = 3.0
 NEVER_PRIOR: Final = 0.5
 """Before anything is known, a session is as likely to be over as not."""
 KIND_WEIGHT: Final = 8.0
-"""All sessions' gaps weigh as much as this many of the kind's own; likewise SESSION_WEIGHT."""
-SESSION_WEIGHT: Final = 4.0
+"""The level above weighs as much as this many observations of a kind; likewise SESSION_WEIGHT."""
+SESSION_WEIGHT: Final = 32.0
 POOLED_MEMORY: Final = 1024.0
 """Observations after which old ones are halved; likewise SESSION_MEMORY."""
-SESSION_MEMORY: Final = 32.0
-TURN_BOUNDS: Final = (2, 4, 8)
+SESSION_MEMORY: Final = 64.0
+TURN_BOUNDS: Final = (2, 4, 8, 32)
 """Turns at which a session becomes another kind."""
+TOKEN_BOUNDS: Final = (2_000, 8_000, 32_000, 128_000)
+"""Likewise, tokens of context."""
 
 
-def build_kind(expect: str | None, turns: int) -> Kind:
-    return expect, bisect_right(TURN_BOUNDS, turns)
+class Kind(NamedTuple):
+    expect: str | None
+    bypassed: bool
+    turns: int
+    """Position among ``TURN_BOUNDS``; -1 in a coarse kind."""
+    tokens: int
+    """Position among ``TOKEN_BOUNDS``; -1 in a coarse kind."""
+
+    @property
+    def coarse(self) -> Kind:
+        return Kind(self.expect, self.bypassed, -1, -1)
+
+
+def build_kind(expect: str | None, turns: int, tokens: int) -> Kind:
+    """Of a request that has just finished."""
+    return Kind(expect, False, bisect_right(TURN_BOUNDS, turns), bisect_right(TOKEN_BOUNDS, tokens))
 
 
 @dataclass
@@ -73,9 +89,19 @@ class Forecast:
         The best ratio, over all waiting times, of the probability of a return to the expected time until the return or
         the end of waiting: the Gittins index of the bet on this session (J. Gittins, "Bandit processes and dynamic
         allocation indices", 1979). It grows with the age where the return is due and falls where it is overdue, which
-        neither the age (least recently used) nor the probability alone does.
+        neither the age (least recently used) nor the probability alone does. Computed per bin and interpolated on
+        logarithmic scales, so that equal kinds are ordered by age within a bin too.
         """
-        first = self._position(age)
+        last = len(self._edges) - 1
+        high = min(bisect_right(self._edges, max(age, self._edges[0])), last)
+        low = high - 1
+        # The rate of a bin is that of its upper end's logarithmic neighbourhood: between two ends, a power law.
+        start, end = self._edges[low], self._edges[high]
+        share = log(max(age, start) / start) / log(end / start)
+        first, second = self._bin_rate(low), self._bin_rate(high)
+        return float(first ** (1 - share) * second**share)
+
+    def _bin_rate(self, first: int) -> float:
         best = self._rates.get(first)
         if best is None:
             best = returned = waited = 0.0
@@ -108,8 +134,9 @@ class Returns:
     horizon: float
     edges: list[float] = field(init=False)
     """Upper ends of the bins, in seconds; the last is the horizon."""
-    _everyone: Gaps = field(init=False)
+    _everything: Gaps = field(init=False)
     _kinds: dict[Kind, Gaps] = field(default_factory=dict)
+    """Bounded: kinds are few."""
 
     def __post_init__(self) -> None:
         self.edges, edge = [], FIRST_EDGE
@@ -118,24 +145,29 @@ class Returns:
             edge *= EDGE_RATIO
         self.edges.append(self.horizon)
         bins = len(self.edges)
-        self._everyone = Gaps([(1 - NEVER_PRIOR) / bins] * bins + [NEVER_PRIOR], 1.0)
+        self._everything = Gaps([(1 - NEVER_PRIOR) / bins] * bins + [NEVER_PRIOR], 1.0)
 
     def build_history(self) -> Gaps:
         """Nothing known yet of a session."""
         return Gaps([0.0] * (len(self.edges) + 1))
 
     def observe(self, kind: Kind, history: Gaps, gap: float | None) -> None:
-        """A session came back after ``gap`` seconds, or (None) not within the horizon."""
+        """Blocks of this kind were needed again after ``gap`` seconds, or (None) not within the horizon."""
         position = len(self.edges) if gap is None else min(bisect_right(self.edges, gap), len(self.edges))
-        self._everyone.observe(position, POOLED_MEMORY)
-        self._kinds.setdefault(kind, self.build_history()).observe(position, POOLED_MEMORY)
-        history.observe(position, SESSION_MEMORY)
+        self._everything.observe(position, POOLED_MEMORY)
+        for level in (kind.coarse, kind):
+            self._kinds.setdefault(level, self.build_history()).observe(position, POOLED_MEMORY)
+        if not kind.bypassed:
+            history.observe(position, SESSION_MEMORY)
 
     def forecast(self, kind: Kind, history: Gaps) -> Forecast:
-        """What to expect of a session of this kind and history."""
-        shares = [count / self._everyone.total for count in self._everyone.counts]
-        for gaps, weight in ((self._kinds.get(kind), KIND_WEIGHT), (history, SESSION_WEIGHT)):
-            if gaps is not None:
+        """What to expect of blocks of this kind, of a session with this history."""
+        shares = [count / self._everything.total for count in self._everything.counts]
+        levels = [(self._kinds.get(kind.coarse), KIND_WEIGHT), (self._kinds.get(kind), KIND_WEIGHT)]
+        if not kind.bypassed:
+            levels.append((history, SESSION_WEIGHT))
+        for gaps, weight in levels:
+            if gaps is not None and gaps.total:
                 total = gaps.total + weight
                 shares = [(count + weight * share) / total for count, share in zip(gaps.counts, shares, strict=True)]
         never = shares.pop()
@@ -144,13 +176,15 @@ class Returns:
     def describe(self) -> dict[str, object]:
         """Chance of a return and the median gap, by kind; for the JSON state."""
         kinds = {}
-        for (expect, stage), gaps in sorted(self._kinds.items(), key=str):
+        for kind, gaps in sorted(self._kinds.items(), key=str):
+            if kind.turns >= 0:
+                continue
             returned = gaps.total - gaps.counts[-1]
             sums = list(accumulate(gaps.counts[:-1]))
             median = self.edges[min(bisect_right(sums, returned / 2), len(sums) - 1)] if returned > 0 else None
-            kinds[f"{expect or 'unknown'}/{stage}"] = {
+            kinds[(kind.expect or "unknown") + ("/bypassed" if kind.bypassed else "")] = {
                 "observations": round(gaps.total, 1),
                 "returned": round(returned / gaps.total, 3),
-                "median_seconds": None if median is None else round(median, 2),
+                "median_seconds_at_most": None if median is None else round(median, 2),
             }
         return kinds
