@@ -197,12 +197,15 @@ class TieredQueue:
             self._recent.link(blocks, self._recent.tail)
             return
         groups, start, chain = self.group_of, 0, self._recent
+        previous: Group | None = None
         for i, block in enumerate(blocks):
             group = groups[block.block_id]
-            own = self._recent if group is None else self._chain(group)
-            if own is not chain:  # link run by run: a request's blocks mostly share a group
-                chain.link(blocks[start:i], chain.tail)
-                start, chain = i, own
+            if group is not previous:  # a request's blocks mostly share a group: link them run by run
+                previous = group
+                own = self._recent if group is None else self._chain(group)
+                if own is not chain:
+                    chain.link(blocks[start:i], chain.tail)
+                    start, chain = i, own
         chain.link(blocks[start:], chain.tail)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:

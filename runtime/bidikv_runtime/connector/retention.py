@@ -191,7 +191,9 @@ class Retention:
                 self._observe(hold, record, None)
             self._forget(session, record, "expired", Place.AGED)
         for hold in list(self._holds[SESSION]):
-            if hold.since <= horizon:
+            if not hold.size:
+                del self._holds[SESSION][hold]  # its blocks lost their content otherwise
+            elif hold.since <= horizon:
                 self._end(hold, "expired", Place.AGED)
             elif hold.forecast is not None and hold.forecast.chance(now - hold.since) < LEAST_CHANCE:
                 self._end(hold, "over", Place.AGED)
