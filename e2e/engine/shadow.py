@@ -55,7 +55,7 @@ class Prompt:
     salt: str | None = None
     adapter: str | None = None
     image: tuple[str, int] | None = None
-    """Identifier and the position of its one token."""
+    """Identifier and position of its one token, which lies in a full block of the first request that has it."""
 
     def extra(self, position: int) -> Any:
         """What, beside the tokens, the KV at ``position`` depends on."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bidikv_runtime import contract
-from e2e.engine.shadow import VOCABULARY, Prompt, ShadowEngine, Turn, Weights
+from e2e.engine.shadow import BLOCK, VOCABULARY, Prompt, ShadowEngine, Turn, Weights
 
 DRAIN_STEPS = 10_000
 """Far more than the work of a scenario needs: an engine that is not idle by then hangs."""
@@ -59,8 +59,8 @@ class Scenario:
         live = [turn for turn in engine.turns.values() if not turn.finished]
         if kind == 0 and live:
             engine.abort(chance.choice(live))
-        elif kind == 1 and chance.randrange(3) == 0:
-            engine.reset(running=chance.randrange(3) == 0)
+        elif kind == 1 and chance.randrange(3) == 0 and (engine.asynchronous or not engine.steps):
+            engine.reset(running=chance.randrange(3) == 0)  # vLLM's engine core takes no calls within a step
         elif kind <= 5 and len(live) < 5:
             self.send(engine)
         elif kind <= 11 and engine.reads:
@@ -78,8 +78,9 @@ class Scenario:
                 prompt.tokens[: chance.randrange(1, len(prompt.tokens) + 1)],
                 salt=chance.choice(SALTS),
                 adapter=chance.choice(ADAPTERS),
-                image=("image", 2) if chance.randrange(8) == 0 and len(prompt.tokens) > 2 else None,
             )
+            if len(prompt.tokens) >= BLOCK and chance.randrange(8) == 0:
+                prompt = replace(prompt, image=("image", 2))
         prompt = prompt.followed_by([chance.randrange(VOCABULARY) for _ in range(chance.randrange(8))])
         if len(prompt.tokens) > LONGEST_PROMPT:
             prompt = replace(prompt, tokens=prompt.tokens[:LONGEST_PROMPT])
