@@ -85,12 +85,16 @@ class Metrics:
 class EngineClient:
     """HTTP client bound to one engine; an asynchronous context manager."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: LocalEngine, headers: Mapping[str, str] | None = None) -> None:
+        """``headers`` go with every request."""
         self.engine = engine
+        self._headers = headers
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
-        self._session = aiohttp.ClientSession(self.engine.url, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS))
+        self._session = aiohttp.ClientSession(
+            self.engine.url, headers=self._headers, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        )
         return self
 
     async def __aexit__(

@@ -1,4 +1,4 @@
-"""Make a random-weight Qwen3 and a tokenizer in which one printable ASCII character is one token.
+"""Make a random-weight model and a tokenizer in which one printable ASCII character is one token.
 
 No model hub is needed, every output re-encodes to the same tokens, and a context's length is exact. Run by the engine's
 interpreter (it needs torch and transformers): ``python model.py DIRECTORY [SHAPE]``.
@@ -12,15 +12,37 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 SEED = 7
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SHAPES: dict[str, dict[str, int]] = {
-    "demo": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8},
-    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2},  # for tests with many engines
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 16384}
+SHAPES: dict[str, dict[str, Any]] = {
+    "demo": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8} | GROUPED,
+    # For tests with many engines.
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2} | GROUPED,
+    # A DeepSeek-V2, whose ranks all hold the same compressed KV. vLLM's CPU kernel takes these LoRA and RoPE sizes only.
+    "mla": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "max_position_embeddings": 4096,
+    },
 }
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
@@ -39,7 +61,13 @@ def make(directory: str, shape: str = "demo") -> int:
     """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
 
     symbols = byte_symbols()
     vocabulary = {symbols[b]: i for i, b in enumerate([10, *range(32, 127)])}
@@ -52,22 +80,20 @@ def make(directory: str, shape: str = "demo") -> int:
     fast.save_pretrained(directory)
 
     size = len(fast)
+    common = {
+        "vocab_size": size,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": size - 2,
+        "pad_token_id": size - 1,
+        "initializer_range": 0.05,
+    }
     torch.manual_seed(SEED)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=size,
-            **SHAPES[shape],
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            max_position_embeddings=16384,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=size - 2,
-            pad_token_id=size - 1,
-            initializer_range=0.05,
-        )
-    ).float()
+    model: Any
+    if shape == "mla":
+        model = DeepseekV2ForCausalLM(DeepseekV2Config(**SHAPES[shape], **common)).float()
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], **common)).float()
     with torch.no_grad():
         model.lm_head.weight.normal_(0, 0.3)
         model.lm_head.weight[size - len(SPECIALS) :] = 0

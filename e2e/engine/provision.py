@@ -27,6 +27,8 @@ MODEL_LINK: Final = LINKS / "model"
 """The demo's model."""
 TINY_LINK: Final = LINKS / "tiny"
 """A model of two layers, for tests with many engines."""
+MLA_LINK: Final = LINKS / "mla"
+"""The same with multi-head latent attention."""
 SYSTEM_PYTHON: Final = "/usr/bin/python3"
 """Debian's interpreter, at the same path on the host and in the images: pods mount the environment as it is."""
 PATCH_NAME: Final = "bidikv_local_engine.pth"
@@ -114,10 +116,11 @@ def main() -> None:
     try:
         engine = provision_engine(paths)
         provision_model(paths, engine)
-        provision_model(paths, engine, "tiny")
+        for shape in ("tiny", "mla"):
+            provision_model(paths, engine, shape)
     except ClusterError as error:
         raise SystemExit(str(error)) from None
-    say(f"Engine environment {ENGINE_LINK}, models {MODEL_LINK} and {TINY_LINK}.")
+    say(f"Engine environment {ENGINE_LINK}, models {MODEL_LINK}, {TINY_LINK} and {MLA_LINK}.")
 
 
 if __name__ == "__main__":

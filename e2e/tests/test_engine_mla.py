@@ -1,0 +1,83 @@
+"""Multi-head latent attention between tensor parallel sizes 2 and 1: every rank reads all of the compressed KV.
+
+On CPU only the last token of a prompt can be computed on KV that was read (``engine/mla_connector.py``), so the prompts
+have one token more than fills whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from bidikv_runtime import contract
+from e2e.engine.client import EngineClient, Message
+from e2e.engine.fixtures import OUTPUT_TOKENS, assert_same, text
+from e2e.engine.local import EngineError, LocalEngine
+from e2e.engine.provision import MLA_LINK
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
+BLOCK = 16
+"""What vLLM's CPU kernel for this attention takes."""
+ARGUMENTS = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", "320", "--max-model-len", "2048")
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, LocalEngine]]:
+    """By tensor parallel size."""
+    logs = tmp_path_factory.mktemp("mla")
+    started = {
+        size: LocalEngine(
+            f"MLA of {size}",
+            logs / f"{size}.log",
+            connector_module="e2e.engine.mla_connector",
+            arguments=(*ARGUMENTS, "--tensor-parallel-size", str(size)),
+            model=MLA_LINK,
+        )
+        for size in (1, 2)
+    }
+    try:
+        for engine in started.values():
+            engine.start()
+        for engine in started.values():
+            engine.wait_ready()
+        yield started
+    finally:
+        for engine in started.values():
+            engine.stop()
+
+
+async def prompt_with_one_token_over(client: EngineClient, seed: str, blocks: int) -> list[Message]:
+    """A prompt that fills ``blocks`` blocks and has one token more."""
+    frame = len(await client.tokenize([{"role": "user", "content": ""}]))
+    return [{"role": "user", "content": text(seed, blocks * BLOCK + 1 - frame)}]
+
+
+@pytest.mark.parametrize(("source", "reader"), [(2, 1), (1, 2)])
+async def test_the_reader_answers_as_one_that_computes_the_prompt(
+    engines: dict[int, LocalEngine], source: int, reader: int
+) -> None:
+    async with AsyncExitStack() as stack:
+        holding = await stack.enter_async_context(EngineClient(engines[source]))
+        reading = await stack.enter_async_context(EngineClient(engines[reader]))
+        messages = await prompt_with_one_token_over(holding, f"from {source} to {reader}", 30)
+        await holding.chat(messages, max_tokens=1)
+        [answer] = await reading.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[holding.engine.source])
+        [expected] = await reading.chat(messages, max_tokens=OUTPUT_TOKENS, cache_salt="computed anew")
+        assert_same(answer, expected)
+        metrics = await reading.metrics()
+        assert metrics.value(contract.METRIC_REUSED_TOKENS) == 30 * BLOCK
+        assert metrics.value(contract.METRIC_VALIDATE_SECONDS + "_count") == reader
+
+
+async def test_without_a_prefix_cache_the_engine_ends_with_one_sentence(tmp_path: Path) -> None:
+    engine = LocalEngine("refused", tmp_path / "refused.log", arguments=ARGUMENTS, model=MLA_LINK)
+    try:
+        engine.start()
+        with pytest.raises(EngineError, match="ended with"):
+            engine.wait_ready()
+    finally:
+        engine.stop()
+    assert "UnsupportedEngineError: prefix caching is off" in engine.log.read_text()

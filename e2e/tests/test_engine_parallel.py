@@ -1,0 +1,175 @@
+"""The KV protocol between engines of several processes: equal and unequal tensor parallelism, data parallelism.
+
+Three engines of a model with two layers and two KV heads: T and U of tensor parallel size 2, X of two data parallel
+ranks of one process each, which are engines of their own to the protocol. X's rank 1 is also the reference: a salted
+prompt shares no KV with any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from bidikv_runtime import contract
+from e2e.engine.client import Completion, EngineClient, Message
+from e2e.engine.faults import FAULTS_FILE, Faults, events_file
+from e2e.engine.fixtures import OUTPUT_TOKENS, assert_same, assistant, eventually, user, whole_blocks
+from e2e.engine.local import HOST, LocalEngine
+from e2e.engine.provision import TINY_LINK
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
+ROOM = ("--num-gpu-blocks-override", "160", "--max-model-len", "4096")
+
+
+@dataclass
+class Side:
+    """An engine, or one data parallel rank of one."""
+
+    client: EngineClient
+    rank: int = 0
+
+    @property
+    def source(self) -> str:
+        return f"{HOST}:{self.client.engine.lookup_port + self.rank}"
+
+    async def value(self, metric: str, **labels: str) -> int:
+        try:
+            return int((await self.client.metrics()).value(metric, engine=str(self.rank), **labels))
+        except KeyError:
+            return 0
+
+    async def reused(self) -> int:
+        return await self.value(contract.METRIC_REUSED_TOKENS)
+
+
+@dataclass
+class Parallel:
+    sides: dict[str, Side]
+    faults: Path
+
+    def fault(self, **faults: bool) -> None:
+        """Faults of T, in both of its ranks."""
+        Faults(**faults).write(self.faults)
+
+    async def held_validations(self, count: int) -> None:
+        async def look() -> bool:
+            events = events_file(self.faults)
+            return events.exists() and events.read_text().count("validation") >= count
+
+        await eventually(look, f"{count} ranks of T to hold a validation")
+
+    async def expected(self, messages: list[Message]) -> Completion:
+        """What an engine answers that reuses nothing."""
+        salt = f"reference {len(messages)} {messages[0]['content'][:20]}"
+        [answer] = await self.sides["X1"].client.chat(messages, max_tokens=OUTPUT_TOKENS, cache_salt=salt)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalEngine]]:
+    logs = tmp_path_factory.mktemp("parallel")
+    two = ("--tensor-parallel-size", "2")
+    started = {
+        "T": LocalEngine(
+            "T",
+            logs / "T.log",
+            connector_module="e2e.engine.faulty_connector",
+            arguments=(*ROOM, *two),
+            environment={FAULTS_FILE: str(logs / "faults.json")},
+            model=TINY_LINK,
+        ),
+        "U": LocalEngine("U", logs / "U.log", arguments=(*ROOM, *two), model=TINY_LINK),
+        "X": LocalEngine("X", logs / "X.log", arguments=(*ROOM, "--data-parallel-size", "2"), model=TINY_LINK),
+    }
+    try:
+        for engine in started.values():
+            engine.start()
+        for engine in started.values():
+            engine.wait_ready()
+        yield started
+    finally:
+        for engine in started.values():
+            engine.stop()
+
+
+@pytest_asyncio.fixture
+async def parallel(engines: dict[str, LocalEngine]) -> AsyncIterator[Parallel]:
+    """The engines, whose caches are empty and that have no faults."""
+    async with AsyncExitStack() as stack:
+        sides = {}
+        for name, engine, rank in (("T", "T", 0), ("U", "U", 0), ("X0", "X", 0), ("X1", "X", 1)):
+            client = EngineClient(engines[engine], {"X-data-parallel-rank": str(rank)})
+            sides[name] = Side(await stack.enter_async_context(client), rank)
+        parallel = Parallel(sides, Path(engines["T"].environment[FAULTS_FILE]))
+        parallel.fault()
+        for side in sides.values():
+            await eventually(side.client.reset_prefix_cache, f"{side.client.engine.name} to reset its prefix cache")
+        yield parallel
+        parallel.fault()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [("T", "U"), ("T", "X0"), ("X0", "T"), ("T", "X1")])
+async def test_conversation_equals_the_reference_and_reads_only_what_is_missing(
+    parallel: Parallel, prefill: str, decode: str
+) -> None:
+    """Equal sizes of 2; 2 and 1 in both roles, hence both ways in both directions; the second data parallel rank."""
+    p, d = parallel.sides[prefill], parallel.sides[decode]
+    messages: list[Message] = []
+    previous = 0
+    for number in range(2):
+        messages.append(user(f"{prefill} {decode} {number}"))
+        before = await p.reused(), await d.reused()
+        [first] = await p.client.chat(messages, max_tokens=1, sources=[d.source], stream=False)
+        [answer] = await d.client.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[p.source])
+        after = await p.reused(), await d.reused()
+        expected = await parallel.expected(messages)
+        assert_same(answer, expected)
+        assert first.tokens == expected.tokens[:1]
+        prompt = len(await p.client.tokenize(messages))
+        held_by_d = whole_blocks(previous + OUTPUT_TOKENS - 1) if number else 0
+        assert after[0] - before[0] == held_by_d
+        assert after[1] - before[1] == whole_blocks(prompt - 1) - held_by_d
+        previous = prompt
+        messages.append(assistant(answer))
+        await eventually(p.client.reset_prefix_cache, f"{prefill} to reset its prefix cache")
+
+
+async def test_every_rank_validates_what_it_has_read(parallel: Parallel) -> None:
+    t, x = parallel.sides["T"], parallel.sides["X0"]
+    messages = [user("every rank")]
+    await x.client.chat(messages, max_tokens=1)
+    validations = await t.value(contract.METRIC_VALIDATE_SECONDS + "_count")
+    failures = await t.value(contract.METRIC_VALIDATE_FAILURES, reason="reallocated")
+    reused = await t.reused()
+    parallel.fault(hold_validations=True)
+    prefill = asyncio.create_task(t.client.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[x.source], stream=False))
+    await parallel.held_validations(2)
+    for number in range(2):
+        await x.client.chat([user(f"evict {number}", 2700)], max_tokens=1)
+    parallel.fault()
+    [answer] = await prefill
+    assert_same(answer, await parallel.expected(messages))
+    assert await t.value(contract.METRIC_VALIDATE_SECONDS + "_count") == validations + 2
+    assert await t.value(contract.METRIC_VALIDATE_FAILURES, reason="reallocated") == failures + 2
+    assert await t.reused() == reused
+
+
+async def test_data_parallel_ranks_are_sources_of_their_own(parallel: Parallel) -> None:
+    t, x0, x1 = parallel.sides["T"], parallel.sides["X0"], parallel.sides["X1"]
+    messages = [user("one rank's")]
+    await x1.client.chat(messages, max_tokens=1)
+    hits, misses = [await t.value(contract.METRIC_LOOKUPS, result=result) for result in ("hit", "miss")]
+    for source, reused in ((x0.source, 0), (x1.source, whole_blocks(600))):
+        before = await t.reused()
+        [answer] = await t.client.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[source], stream=False)
+        assert_same(answer, await parallel.expected(messages))
+        assert await t.reused() - before >= reused
+        await eventually(t.client.reset_prefix_cache, "T to reset its prefix cache")
+    assert await t.value(contract.METRIC_LOOKUPS, result="miss") == misses + 1
+    assert await t.value(contract.METRIC_LOOKUPS, result="hit") == hits + 1
