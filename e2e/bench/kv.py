@@ -214,6 +214,7 @@ async def measure_questions(setup: OurPair, sizes: Sizes) -> list[Questions]:
             Questions(
                 int(blocks) // BLOCK_SIZE,
                 observed_seconds(before, after, contract.METRIC_LOOKUP_SECONDS),
+                observed_seconds(before, after, contract.METRIC_LOOKUP_WAIT_SECONDS),
                 observed_seconds(before, after, contract.METRIC_VALIDATE_SECONDS),
             )
         )
@@ -337,6 +338,7 @@ def choose_sizes(arguments: argparse.Namespace) -> Sizes:
 
 def main() -> None:
     arguments = parse_arguments()
+    LOGS.mkdir(parents=True, exist_ok=True)
     sizes = choose_sizes(arguments)
     dtypes = arguments.dtype or (DTYPES[:1] if arguments.quick else DTYPES)
     engines = sum(len(setup.engines) for setup in build_setups(arguments.setups, dtypes[0], LOGS))
@@ -345,7 +347,6 @@ def main() -> None:
             f"[bench-kv] {engines} engines need {engines * ENGINE_BYTES >> 30} GiB of free memory and there are "
             f"{observe_available_bytes() >> 30}: free some, or compare fewer with --setups"
         )
-    LOGS.mkdir(parents=True, exist_ok=True)
     environment = observe_environment()
     with guardian() as guard:
         measured = {

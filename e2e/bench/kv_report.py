@@ -91,6 +91,8 @@ class Questions:
 
     blocks: int
     lookup_s: float | None
+    lookup_wait_s: float | None
+    """How much of it the scheduler waited in place; the rest of it went by beside the scheduler's other work."""
     validate_s: float | None
 
 

@@ -25,6 +25,7 @@ from e2e.bench.ask import (
     reset_prefix_cache,
     scrape,
 )
+from e2e.bench.authentication import write_token
 from e2e.engine.client import Message, Metrics
 from e2e.engine.local import LocalEngine
 
@@ -329,7 +330,8 @@ def build_setups(names: Sequence[str], dtype: str, logs: Path, *, as_shipped: bo
         if name == MONOLITH:
             return SetUp(name, [engine(name, connector_module=None)])
         if name == OURS:
-            return OurPair(name, [engine(f"{name}-p"), engine(f"{name}-d")])
+            environment = write_token(logs)
+            return OurPair(name, [engine(f"{name}-{role}", environment=environment) for role in ("p", "d")])
         return stock(name, bidirectional=name == STOCK)
 
     return [build(name) for name in names]

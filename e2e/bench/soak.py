@@ -20,6 +20,7 @@ import aiohttp
 
 from bidikv_runtime import contract
 from e2e.bench.ask import Answer, EngineRefusal, LeaveEarly, build_body
+from e2e.bench.authentication import write_token
 from e2e.bench.compare import Comparison, Verdict, compare
 from e2e.bench.processes import guardian, observe_group
 from e2e.bench.soak_fleet import Fleet, describe_error
@@ -281,6 +282,7 @@ def build_engines(decodes: int) -> tuple[LocalEngine, list[LocalEngine], LocalEn
     """P, the decode engines and M, not started."""
     length = ("--max-model-len", "4096")
     room = ("--num-gpu-blocks-override", str(POOL_BLOCKS), *length)
+    environment = write_token(LOGS)
 
     def engine(name: str, **options: Any) -> LocalEngine:
         log = LOGS / f"soak-{name}.log"
@@ -288,8 +290,8 @@ def build_engines(decodes: int) -> tuple[LocalEngine, list[LocalEngine], LocalEn
         return LocalEngine(name, log, **options)
 
     return (
-        engine("P", arguments=room),
-        [engine(f"D{number}", arguments=room) for number in range(1, decodes + 1)],
+        engine("P", arguments=room, environment=environment),
+        [engine(f"D{number}", arguments=room, environment=environment) for number in range(1, decodes + 1)],
         engine("M", arguments=length, connector_module=None),
     )
 

@@ -81,7 +81,11 @@ def test_goals_at_a_long_history() -> None:
             sample(STOCK, 0.5, number=number, turn=10, kind=SMALL),
         ]
     idle = [Idle(OURS, "float32", 8, 264, 25.0, 0.02), Idle(STOCK, "float32", 8, 264, 25.0, 0.6)]
-    questions = [Questions(750, 0.001, 0.0004), Questions(750, 0.002, 0.0015), Questions(750, 0.001, None)]
+    questions = [
+        Questions(750, 0.001, 0.0, 0.0004),
+        Questions(750, 0.002, 0.001, 0.0015),
+        Questions(750, 0.001, 0.0, None),
+    ]
     goals = evaluate_goals(samples, idle, questions, {OURS: 0, STOCK: 2})
     speed = goal(goals, "one-way TTFT / ours")
     assert (speed.value, speed.met) == (4.0, True)
