@@ -45,7 +45,7 @@ class FaultyWorker(VerifiedReadWorker):
 
     def _ask(self, part: Part) -> Question | None:
         if part.question is None and self._faults().hold_validations:
-            key = str(id(part))
+            key = f"{part.ticket.request_id} {part.ticket.offset}"
             if key not in self._announced:
                 self._announced[key] = time.monotonic()
                 self._announce("validation", key)

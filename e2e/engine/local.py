@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bidikv_runtime import contract
 from e2e.engine import turn
@@ -74,6 +75,8 @@ class LocalEngine:
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     model: Path = MODEL_LINK
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """More of the connector's settings (``bidikv_*``)."""
     port: int = field(default_factory=free_port)
     lookup_port: int = field(default_factory=free_port)
     side_channel_port: int = field(default_factory=free_port)
@@ -105,6 +108,7 @@ class LocalEngine:
             config = contract.kv_transfer_config(fabric="TCP", lookup_port=self.lookup_port)
             config["kv_connector_module_path"] = self.connector_module
             config["kv_connector_extra_config"] |= PATIENCE | {"bidikv_state_port": self.state_port}
+            config["kv_connector_extra_config"] |= dict(self.settings)
             command += ["--kv-transfer-config", json.dumps(config), "--middleware", contract.ENGINE_MIDDLEWARE]
         return [*command, *self.arguments]
 

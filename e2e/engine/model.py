@@ -24,7 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "demo": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8} | GROUPED,
     # For tests with many engines.
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2} | GROUPED,
-    # A DeepSeek-V2, whose ranks all hold the same compressed KV. vLLM's CPU kernel takes these LoRA and RoPE sizes only.
+    # A DeepSeek-V2, whose ranks all hold the same compressed KV; vLLM's CPU kernel takes no other LoRA and RoPE sizes.
     "mla": {
         "hidden_size": 128,
         "intermediate_size": 256,

@@ -35,6 +35,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Loca
             connector_module="e2e.engine.mla_connector",
             arguments=(*ARGUMENTS, "--tensor-parallel-size", str(size)),
             model=MLA_LINK,
+            settings={"bidikv_cost_model": "AlwaysPull"},
         )
         for size in (1, 2)
     }

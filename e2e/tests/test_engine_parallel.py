@@ -8,23 +8,30 @@ prompt shares no KV with any other.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import pytest_asyncio
+import zmq
 
 from bidikv_runtime import contract
+from bidikv_runtime.connector import wire
 from e2e.engine.client import Completion, EngineClient, Message
 from e2e.engine.faults import FAULTS_FILE, Faults, events_file
 from e2e.engine.fixtures import OUTPUT_TOKENS, assert_same, assistant, eventually, user, whole_blocks
-from e2e.engine.local import HOST, LocalEngine
+from e2e.engine.local import BLOCK_SIZE, HOST, LocalEngine
 from e2e.engine.provision import TINY_LINK
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
 ROOM = ("--num-gpu-blocks-override", "160", "--max-model-len", "4096")
+
+SETTINGS = {"bidikv_cost_model": "AlwaysPull"}
+"""So small a model is computed about as fast as it is read."""
 
 
 @dataclass
@@ -71,6 +78,42 @@ class Parallel:
         return answer
 
 
+@contextmanager
+def without_the_beginning(source: str, blocks: int) -> Iterator[str]:
+    """A lookup port in front of ``source`` that keeps to itself the first ``blocks`` blocks that the source finds."""
+    stop = threading.Event()
+
+    def answer(lookup: bytes) -> bytes:
+        upstream.send(lookup)
+        reply = wire.decode_reply(upstream.recv())
+        if isinstance(reply, wire.Found):
+            runs = []
+            for run in reply.runs:
+                cut = max(0, blocks - run.first)
+                if cut < len(run.blocks):
+                    runs.append(wire.Run(run.first + cut, run.blocks[cut:], run.publications[cut:]))
+            reply = msgspec.structs.replace(reply, runs=runs)
+        return wire.encode(reply)
+
+    def serve() -> None:
+        while not stop.is_set():
+            if router.poll(100):
+                identity, lookup = router.recv_multipart()
+                router.send_multipart((identity, answer(lookup)))
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router, context.socket(zmq.DEALER) as upstream:
+        router.linger = upstream.linger = 0
+        upstream.connect(f"tcp://{source}")
+        port = router.bind_to_random_port(f"tcp://{HOST}")
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"{HOST}:{port}"
+        finally:
+            stop.set()
+            thread.join(10)
+
+
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalEngine]]:
     logs = tmp_path_factory.mktemp("parallel")
@@ -83,9 +126,12 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loca
             arguments=(*ROOM, *two),
             environment={FAULTS_FILE: str(logs / "faults.json")},
             model=TINY_LINK,
+            settings=SETTINGS,
         ),
-        "U": LocalEngine("U", logs / "U.log", arguments=(*ROOM, *two), model=TINY_LINK),
-        "X": LocalEngine("X", logs / "X.log", arguments=(*ROOM, "--data-parallel-size", "2"), model=TINY_LINK),
+        "U": LocalEngine("U", logs / "U.log", arguments=(*ROOM, *two), model=TINY_LINK, settings=SETTINGS),
+        "X": LocalEngine(
+            "X", logs / "X.log", arguments=(*ROOM, "--data-parallel-size", "2"), model=TINY_LINK, settings=SETTINGS
+        ),
     }
     try:
         for engine in started.values():
@@ -108,6 +154,7 @@ async def parallel(engines: dict[str, LocalEngine]) -> AsyncIterator[Parallel]:
             sides[name] = Side(await stack.enter_async_context(client), rank)
         parallel = Parallel(sides, Path(engines["T"].environment[FAULTS_FILE]))
         parallel.fault()
+        events_file(parallel.faults).unlink(missing_ok=True)
         for side in sides.values():
             await eventually(side.client.reset_prefix_cache, f"{side.client.engine.name} to reset its prefix cache")
         yield parallel
@@ -138,6 +185,42 @@ async def test_conversation_equals_the_reference_and_reads_only_what_is_missing(
         previous = prompt
         messages.append(assistant(answer))
         await eventually(p.client.reset_prefix_cache, f"{prefill} to reset its prefix cache")
+
+
+@pytest.mark.parametrize("lost", ["nothing", "the second part", "the first part"])
+async def test_a_match_is_joined_from_sources_of_different_sizes(parallel: Parallel, lost: str) -> None:
+    """What counts is the prefix that is still valid in all parts and ranks: the second part is nothing without the
+    first."""
+    t, u, x = parallel.sides["T"], parallel.sides["U"], parallel.sides["X0"]
+    beginning, first = user(f"joined {lost}", 400), await x.client.tokenize([user(f"joined {lost}", 400)])
+    messages = [beginning, {"role": "assistant", "content": "Then"}, user(f"more {lost}", 400)]
+    await x.client.chat([beginning], max_tokens=1)
+    await u.client.chat(messages, max_tokens=1)
+    both = await t.value(contract.METRIC_READ_SECONDS + "_count")
+    before = await t.reused()
+    parallel.fault(hold_validations=True)
+    # The chat template ends a prompt with the beginning of the answer: a few tokens are not of the longer prompt.
+    blocks = (len(first) - 20) // BLOCK_SIZE
+    with without_the_beginning(u.source, blocks) as rest:
+        prefill = asyncio.create_task(
+            t.client.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[rest, x.source], stream=False)
+        )
+        await parallel.held_validations(4)
+        if lost != "nothing":
+            side = u if lost == "the second part" else x
+            for number in range(2):
+                await side.client.chat([user(f"evict {lost} {number}", 2700)], max_tokens=1)
+        parallel.fault()
+        [answer] = await prefill
+    assert_same(answer, await parallel.expected(messages))
+    assert await t.value(contract.METRIC_READ_SECONDS + "_count") == both + 4
+    reused = await t.reused() - before
+    if lost == "nothing":
+        assert reused == whole_blocks(len(await t.client.tokenize(messages)) - 1)
+    elif lost == "the second part":
+        assert reused in (blocks * BLOCK_SIZE, (blocks + 1) * BLOCK_SIZE)
+    else:
+        assert reused == 0
 
 
 async def test_every_rank_validates_what_it_has_read(parallel: Parallel) -> None:
