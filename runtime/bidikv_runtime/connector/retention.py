@@ -187,8 +187,6 @@ class Retention:
             if not record.running:
                 idle.append((session, record))
         for session, record in idle:
-            for hold in record.holds:
-                self._observe(hold, record, None)
             self._forget(session, record, "expired", Place.AGED)
         for hold in list(self._holds[SESSION]):
             if not hold.size:
@@ -407,13 +405,15 @@ class Retention:
             record = self._sessions[session] = _Session(self._returns.build_history())
             if len(self._sessions) > MAXIMUM_SESSIONS:
                 oldest, forgotten = next(iter(self._sessions.items()))
-                self._forget(oldest, forgotten, "expired", Place.AGED)
+                self._forget(oldest, forgotten, "expired", Place.AGED, observed=False)
         record.changed = now
         self._sessions.move_to_end(session)
         return record
 
-    def _forget(self, session: str, record: _Session, ended: str, place: Place) -> None:
+    def _forget(self, session: str, record: _Session, ended: str, place: Place, *, observed: bool = True) -> None:
         for hold in record.holds:
+            if observed:
+                self._observe(hold, record, None)
             if hold.place is Place.HELD and hold.size:
                 self._end(hold, ended, place)
         del self._sessions[session]

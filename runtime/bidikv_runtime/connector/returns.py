@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 
 FIRST_EDGE: Final = 0.1
 EDGE_RATIO: Final = 3.0
-NEVER_PRIOR: Final = 0.5
-"""Before anything is known, a session is as likely to be over as not."""
+NEVER_PRIOR: Final = 0.3
+"""Chance, before anything is known, that blocks are not needed again; small enough to wait for the whole horizon."""
 KIND_WEIGHT: Final = 8.0
 """The level above weighs as much as this many observations of a kind; likewise SESSION_WEIGHT."""
 SESSION_WEIGHT: Final = 32.0
