@@ -34,15 +34,15 @@ def may_refuse(request: Any) -> bool:
 
     A preempted request is asked for its external tokens again, with part of its answer already sent.
     """
-    return request.num_output_tokens == 0 and request.num_preemptions == 0
+    return bool(request.num_output_tokens == 0 and request.num_preemptions == 0)
 
 
 def ask_again(request: Any) -> None:
     """Have vLLM call ``get_num_new_matched_tokens`` for a request whose read failed, where it may be refused.
 
     Call it in ``update_connector_output``, for a request in ``finished_recving`` whose read was reported as failed (by
-    invalid blocks or ``failed_recving``), else vLLM keeps its blocks. What did validate is given up: it is freed without
-    being cached.
+    invalid blocks or ``failed_recving``), else vLLM keeps its blocks. What did validate is given up: it is freed
+    without being cached.
 
     Args:
         request: a ``vllm.v1.request.Request`` that waits for its read.
