@@ -106,7 +106,8 @@ class ReadingAgent:
     def prep_xfer_dlist(self, agent_name: str, descriptors: Any, **options: Any) -> Any:
         """Prepare a list of descriptors, all of one length."""
         handle = self._agent.prep_xfer_dlist(agent_name, descriptors, **options)
-        self._shapes[handle] = (descriptors[0][1], descriptors.descCount())
+        if hasattr(descriptors, "descCount"):  # vLLM 0.33 passes arrays
+            self._shapes[handle] = (descriptors[0][1], descriptors.descCount())
         return handle
 
     def release_dlist_handle(self, handle: Any) -> None:
@@ -114,9 +115,9 @@ class ReadingAgent:
         self._shapes.pop(handle, None)
         self._agent.release_dlist_handle(handle)
 
-    def shape_of(self, handle: Any) -> tuple[int, int]:
-        """Bytes of each descriptor of a prepared list, and how many there are."""
-        return self._shapes[handle]
+    def shape_of(self, handle: Any) -> tuple[int, int] | None:
+        """Bytes of each descriptor of a prepared list, and how many there are; None if that is not known."""
+        return self._shapes.get(handle)
 
     def make_prepped_xfer(
         self,

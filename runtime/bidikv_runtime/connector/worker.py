@@ -182,7 +182,9 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         if self._probe is None or not (sides := self.dst_xfer_side_handles.get(engine_id)):
             return
         side = sides[min(sides)]
-        length, count = self.nixl_wrapper.shape_of(side)
+        if (shape := self.nixl_wrapper.shape_of(side)) is None:
+            return
+        length, count = shape
         rate = self._probe.measure(side, length, count, self.settings.connect_deadline)
         if rate is None:
             logger.warning("Engine %s does not let its bandwidth be measured in time", engine_id)

@@ -130,3 +130,22 @@ def test_telemetry_is_kept_until_it_is_taken() -> None:
     agent.get_xfer_telemetry("b")
     assert agent.take_telemetry(["a", "never ended"]) == ["of a"]
     assert agent.take_telemetry(["a", "b"]) == ["of b"]
+
+
+def test_the_shape_of_a_prepared_list_is_known_until_its_release() -> None:
+    class Descriptors(list[tuple[int, int, int]]):
+        def descCount(self) -> int:
+            return len(self)
+
+    class Agent:
+        def prep_xfer_dlist(self, agent_name: str, descriptors: Any) -> str:
+            return agent_name
+
+        def release_dlist_handle(self, handle: str) -> None:
+            pass
+
+    agent = ReadingAgent(Agent())
+    handle = agent.prep_xfer_dlist("peer", Descriptors([(4096, 512, 0), (8192, 512, 0)]))
+    assert agent.shape_of(handle) == (512, 2)
+    agent.release_dlist_handle(handle)
+    assert agent.shape_of(handle) is None
