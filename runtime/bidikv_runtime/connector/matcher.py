@@ -104,10 +104,11 @@ class Matcher:
     def match(self, reader: Reader, hashes: Sequence[bytes], local: int) -> int | None:
         """Tokens to read after a local prefix of ``local`` blocks; None while answers are worth waiting for."""
         reuse = reader.reuse
-        if reuse.is_outdated(local, time.monotonic()):
-            self.ask(reader, hashes, local)
-        if reuse.phase is Phase.ASKING and not self._decide(reader, local):
-            return None
+        for _ in range(2):  # what is decided may be outdated: a request can wait for long before it is looked at first
+            if reuse.is_outdated(local, time.monotonic()):
+                self.ask(reader, hashes, local)
+            if reuse.phase is Phase.ASKING and not self._decide(reader, local):
+                return None
         if reuse.phase is not Phase.MATCHED:
             return 0
         blocks = reuse.match(local, self._last_block(reader, hashes))

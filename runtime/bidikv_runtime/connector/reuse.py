@@ -82,11 +82,11 @@ class Reuse:
 
     def is_outdated(self, local: int, now: float) -> bool:
         """Whether to ask again: the local prefix of ``local`` blocks no longer reaches to where the questions began, or
-        they were asked long ago."""
+        what was found was asked for long ago."""
         if self.phase not in (Phase.ASKING, Phase.MATCHED):
             return False
-        waiting = any(question.open and now < question.deadline for question in self.questions)
-        return local < self.first or (self.may_ask and not waiting and now - self.started > ANSWER_LIFE)
+        old = self.phase is Phase.MATCHED and self.may_ask and now - self.started > ANSWER_LIFE
+        return local < self.first or old
 
     def decide(self, own_engine: str, local: int, settle_wait: float, now: float) -> str | None:
         """Settle on the answers so far; the result for the metrics, or None while waiting may still help.

@@ -18,7 +18,7 @@ from bidikv_runtime.connector.index import PublicationIndex
 from bidikv_runtime.connector.lookup_client import LookupClient
 from bidikv_runtime.connector.lookup_server import LookupServer
 from bidikv_runtime.connector.matcher import Engine, Matcher, Reader
-from bidikv_runtime.connector.reuse import Phase, Reuse
+from bidikv_runtime.connector.reuse import ANSWER_LIFE, Phase, Reuse
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.sources import Source
 from bidikv_runtime.tests.test_connector_lookup import COMPATIBILITY
@@ -119,6 +119,18 @@ def test_the_local_prefix_may_change_between_question_and_match(rigs: list[Rig])
     assert rig.matcher.match(reader, hashes(12), local=6) == 4 * SIZE
     assert rig.matcher.match(reader, hashes(12), local=1) == 9 * SIZE  # asked again
     assert rig.matcher.begin_read(reader, 9 * SIZE).parts[0].blocks == tuple(range(101, 110))
+
+
+def test_a_request_that_has_waited_for_long_asks_again(rigs: list[Rig]) -> None:
+    """Its answers came long ago, and nobody has looked at them."""
+    rigs.append(rig := Rig(published=10))
+    reader = rig.reader(tokens=12 * SIZE)
+    rig.matcher.ask(reader, hashes(12), local=0)
+    rig.client.wait(reader.reuse.questions, 5.0)
+    rig.index.unpublish(range(104, 110))
+    reader.reuse.started -= ANSWER_LIFE + 1
+    assert rig.matcher.match(reader, hashes(12), local=0) == 4 * SIZE
+    assert reader.reuse.lookups == 2
 
 
 def test_little_is_not_asked_for(rigs: list[Rig]) -> None:
