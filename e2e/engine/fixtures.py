@@ -1,11 +1,13 @@
 """Fixtures of the tests marked ``engine``: a prefill engine P, a decode engine D and a monolith M, shared by all tests.
 
 Every test starts with empty caches and no faults. P and D have room for 5,120 tokens: two prompts evict everything.
+They share a token file, so all their lookups and validations are signed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import string
 import time
@@ -19,12 +21,14 @@ import pytest
 import pytest_asyncio
 
 from bidikv_runtime import contract
+from bidikv_runtime.connector.tokens import Tokens
 from e2e.engine.client import Completion, EngineClient, Message, logprob_distance
 from e2e.engine.faults import FAULTS_FILE, Faults, events_file
 from e2e.engine.local import BLOCK_SIZE, LocalEngine
 
 POOL_BLOCKS = 160
 OUTPUT_TOKENS = 16
+TOKEN = "token-of-all-engines"
 TOLERANCE = 1e-3
 """Of log-probabilities in float32. KV that one engine decoded and another prefilled differs by up to 6e-5."""
 
@@ -87,6 +91,15 @@ class Deployment:
     def __init__(self, p: EngineClient, d: EngineClient, m: EngineClient, faults: Path) -> None:
         self.p, self.d, self.m = p, d, m
         self._faults = faults
+
+    @property
+    def token_file(self) -> Path:
+        return Path(self.p.engine.environment[contract.ENV_TOKEN_FILE])
+
+    @property
+    def tokens(self) -> Tokens:
+        """What P and D sign with, for tests that stand in for one of them."""
+        return Tokens(self.token_file, logging.getLogger(__name__))
 
     def fault(self, **faults: Any) -> None:
         """Faults of P from now on; without arguments none."""
@@ -172,6 +185,9 @@ class Deployment:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalEngine]]:
     """P (with faults on demand), D and M, ready; all started at once."""
     logs = tmp_path_factory.mktemp("engines")
+    token_file = logs / "tokens"
+    token_file.write_text(TOKEN)
+    authenticated = {contract.ENV_TOKEN_FILE: str(token_file)}
     room = ("--num-gpu-blocks-override", str(POOL_BLOCKS), "--max-model-len", "4096")
     started = {
         "P": LocalEngine(
@@ -179,9 +195,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loca
             logs / "P.log",
             connector_module="e2e.engine.faulty_connector",
             arguments=room,
-            environment={FAULTS_FILE: str(logs / "faults.json")},
+            environment=authenticated | {FAULTS_FILE: str(logs / "faults.json")},
         ),
-        "D": LocalEngine("D", logs / "D.log", arguments=room),
+        "D": LocalEngine("D", logs / "D.log", arguments=room, environment=authenticated),
         "M": LocalEngine("M", logs / "M.log", connector_module=None, arguments=("--max-model-len", "4096")),
     }
     try:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
 from bidikv_runtime.connector import wire
+from bidikv_runtime.connector.tokens import REPLY, REQUEST, Tokens
 from e2e.engine.client import Completion, Message, logprob_distance
 from e2e.engine.fixtures import OUTPUT_TOKENS, TOLERANCE, Deployment, assert_same, eventually, user
 from e2e.engine.local import BLOCK_SIZE, HOST, EngineError, LocalEngine, free_port
@@ -29,7 +29,7 @@ def silent_source() -> Iterator[str]:
 
 
 @contextmanager
-def lookup_only_source(blocks: int, side_channel_port: int) -> Iterator[str]:
+def lookup_only_source(tokens: Tokens, blocks: int, side_channel_port: int) -> Iterator[str]:
     """A source that answers the lookup with ``blocks`` blocks; its engine is whatever listens on the port, if any."""
     stop = threading.Event()
     peer = wire.Peer(f"engine at {side_channel_port}", HOST, side_channel_port, 1)
@@ -37,11 +37,12 @@ def lookup_only_source(blocks: int, side_channel_port: int) -> Iterator[str]:
     def serve(router: zmq.Socket[bytes]) -> None:
         while not stop.is_set():
             if router.poll(100):
-                identity, data = router.recv_multipart()
-                request = msgspec.msgpack.decode(data)
+                identity, sealed = router.recv_multipart()
+                data = tokens.open(REQUEST, sealed)
+                assert data is not None
                 ids = list(range(1, blocks + 1))
-                found = wire.Found(request[2], 1, [wire.Run(0, ids, ids)], peer)
-                router.send_multipart((identity, wire.encode(found)))
+                found = wire.Found(wire.decode_request(data).sequence, 1, [wire.Run(0, ids, ids)], peer)
+                router.send_multipart((identity, tokens.seal(REPLY, wire.encode(found))))
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
@@ -146,7 +147,7 @@ async def test_a_silent_source_does_not_keep_a_good_one(deployment: Deployment) 
 async def test_a_source_that_vanishes_after_the_lookup(deployment: Deployment) -> None:
     failures = await deployment.validate_failures(deployment.p, "read_failed")
     messages = [user("vanished")]
-    with lookup_only_source(blocks=15, side_channel_port=free_port()) as source:
+    with lookup_only_source(deployment.tokens, blocks=15, side_channel_port=free_port()) as source:
         turn = await deployment.turn(messages, prefill_sources=[source])
     [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
     assert_same(turn.decode[0], expected)
@@ -163,7 +164,10 @@ async def test_a_source_that_hangs_before_the_read(deployment: Deployment) -> No
     """Its kernel takes connections, nobody answers them: the handshake must not wait, and others' even less."""
     failures = await deployment.validate_failures(deployment.p, "read_failed")
     messages = await deployment.history("beside a hung one", 1)
-    with silent_source() as hung, lookup_only_source(blocks=15, side_channel_port=int(hung.split(":")[1])) as source:
+    with (
+        silent_source() as hung,
+        lookup_only_source(deployment.tokens, blocks=15, side_channel_port=int(hung.split(":")[1])) as source,
+    ):
         [expected] = await deployment.m.chat([user("hung")], max_tokens=OUTPUT_TOKENS)
         [answer], turn = await asyncio.gather(
             deployment.p.chat([user("hung")], max_tokens=OUTPUT_TOKENS, sources=[source], stream=False),
