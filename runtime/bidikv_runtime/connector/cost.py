@@ -40,7 +40,9 @@ tokens in 30 and 24,000 in 130 ms, at 32 KiB per token and rank. UCX: over TCP 8
 Descriptors: 118 of them were posted in 0.46 ms, 18,880 in 46 ms (vLLM, discussion of pull request 35264)."""
 
 PREFILL_HALF_LIFE: Final = 96.0
-READ_HALF_LIFE: Final = 4.0
+PREFILL_LEAST_WEIGHT: Final = 0.05
+"""Where reuse works, large prefills are rare, but they alone tell the cost of a token from that of a step."""
+READ_HALF_LIFE: Final = 8.0
 MINIMUM_STEPS: Final = 8
 RECENT_STEPS: Final = 9
 MAXIMUM_PEERS: Final = 256
@@ -92,7 +94,7 @@ class CostModel:
     """Decisions that took longer than the other choice was estimated to."""
 
     def __post_init__(self) -> None:
-        self._prefill = Fit(PREFILL_PRIOR, PREFILL_HALF_LIFE)
+        self._prefill = Fit(PREFILL_PRIOR, PREFILL_HALF_LIFE, PREFILL_LEAST_WEIGHT)
         self._reads = Fit(READ_PRIORS.get(self.backend, READ_PRIORS["UCX"]), READ_HALF_LIFE)
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -150,10 +152,10 @@ class CostModel:
     def choose(self, parts: Sequence[Part], context: int, tokens: int) -> Decision:
         """Read or compute ``tokens`` that follow ``context`` tokens.
 
-        A read parks the request: it is scheduled again by the step after the one in which the read ends, hence a step
-        more. Several parts are taken one after another, which is the most they can take.
+        A read parks the request: it is scheduled again after the step in which the read ends, hence half a step more on
+        average. Several parts are taken one after another, which is the most they can take.
         """
-        read = sum(self.estimate_read(*part) for part in parts) + self.step_seconds
+        read = sum(self.estimate_read(*part) for part in parts) + self.step_seconds / 2
         recompute = self.estimate_prefill(context, tokens)
         decision = Decision(self._choose(parts, read, recompute), read, recompute)
         self.decisions[decision.kind] += 1

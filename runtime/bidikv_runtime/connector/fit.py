@@ -28,6 +28,9 @@ BINS: Final = 40
 BIN_RATIO: Final = 2.0
 SMALLEST_BIN_SECONDS: Final = 1e-6
 PER_BIN: Final = 12
+SHORTEST: Final = 1e-9
+LONGEST: Final = 1e6
+"""Seconds outside of these bounds are a clock's error."""
 PRIOR_WEIGHT: Final = 0.02
 HUBER_BOUND: Final = 0.3
 """Relative errors beyond this weigh in proportion instead of squared."""
@@ -48,21 +51,24 @@ class Fit:
     Args:
         prior: seconds per unit of each feature; all positive. Only proportions matter once there are observations.
         half_life: observations.
+        least_weight: what an observation still counts when it is old, as long as no newer ones of its magnitude replace
+            it. Not 0 where large ones are rare and the cost is not expected to change.
     """
 
-    def __init__(self, prior: Features, half_life: float) -> None:
+    def __init__(self, prior: Features, half_life: float, least_weight: float = 0.0) -> None:
         self.coefficients = prior
         self.count = 0
         """Observations in all."""
         self._prior = prior
         self._half_life = half_life
+        self._least_weight = least_weight
         self._bins: list[deque[tuple[int, Features, float]]] = [deque(maxlen=PER_BIN) for _ in range(BINS)]
         self._fitted = 0
 
     def observe(self, features: Features, seconds: float) -> None:
-        """Work with these counts took so long. What cannot be (no time, no work, not finite) is ignored."""
+        """Work with these counts took so long. What cannot be (no work, no time, days) is ignored."""
         expected = _dot(self._prior, features)
-        if not (0 < seconds < math.inf and 0 < expected < math.inf and min(features) >= 0):
+        if not (SHORTEST <= seconds <= LONGEST and 0 < expected < math.inf and min(features) >= 0):
             return
         self.count += 1
         magnitude = math.log(max(1.0, expected / SMALLEST_BIN_SECONDS), BIN_RATIO)
@@ -84,10 +90,10 @@ class Fit:
     def _refit(self) -> None:
         self._fitted = self.count
         observations = [
-            (0.5 ** ((self.count - at) / self._half_life), features, seconds)
+            (max(self._least_weight, 0.5 ** ((self.count - at) / self._half_life)), features, seconds)
             for kept in self._bins
             for at, features, seconds in kept
-            if self.count - at < FORGOTTEN_AGE * self._half_life
+            if self._least_weight or self.count - at < FORGOTTEN_AGE * self._half_life
         ]
         scale = _weighted_median([(s / _dot(self._prior, f), w) for w, f, s in observations])
         units = tuple(scale * coefficient for coefficient in self._prior)

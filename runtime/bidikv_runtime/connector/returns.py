@@ -89,17 +89,16 @@ class Forecast:
         The best ratio, over all waiting times, of the probability of a return to the expected time until the return or
         the end of waiting: the Gittins index of the bet on this session (J. Gittins, "Bandit processes and dynamic
         allocation indices", 1979). It grows with the age where the return is due and falls where it is overdue, which
-        neither the age (least recently used) nor the probability alone does. Computed per bin and interpolated on
-        logarithmic scales, so that equal kinds are ordered by age within a bin too.
+        neither the age (least recently used) nor the probability alone does. Computed where bins begin and interpolated
+        on logarithmic scales in between, so that equal kinds are ordered by age within a bin too.
         """
         last = len(self._edges) - 1
-        high = min(bisect_right(self._edges, max(age, self._edges[0])), last)
-        low = high - 1
-        # The rate of a bin is that of its upper end's logarithmic neighbourhood: between two ends, a power law.
-        start, end = self._edges[low], self._edges[high]
-        share = log(max(age, start) / start) / log(end / start)
-        first, second = self._bin_rate(low), self._bin_rate(high)
-        return float(first ** (1 - share) * second**share)
+        known = min(max(age, self._edges[0]), self._edges[last])
+        high = min(bisect_right(self._edges, known), last)
+        start, end = self._edges[high - 1], self._edges[high]
+        share = log(known / start) / log(end / start)
+        rate = self._bin_rate(high) ** (1 - share) * self._bin_rate(min(high + 1, last)) ** share
+        return float(rate * known / max(age, known))
 
     def _bin_rate(self, first: int) -> float:
         best = self._rates.get(first)
