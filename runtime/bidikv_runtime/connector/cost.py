@@ -149,13 +149,14 @@ class CostModel:
 
     # --- choose -------------------------------------------------------------------------------------------------------
 
-    def choose(self, parts: Sequence[Part], context: int, tokens: int) -> Decision:
+    def choose(self, parts: Sequence[Part], context: int, tokens: int, busy: bool) -> Decision:
         """Read or compute ``tokens`` that follow ``context`` tokens.
 
-        A read parks the request: it is scheduled again after the step in which the read ends, hence half a step more on
-        average. Several parts are taken one after another, which is the most they can take.
+        A read parks the request. An idle engine takes it up again at once; one that is ``busy`` with others only after
+        the step in which the read ends, hence half a step later on average. Several parts are taken one after another,
+        which is the most they can take.
         """
-        read = sum(self.estimate_read(*part) for part in parts) + self.step_seconds / 2
+        read = sum(self.estimate_read(*part) for part in parts) + (self.step_seconds / 2 if busy else 0.0)
         recompute = self.estimate_prefill(context, tokens)
         decision = Decision(self._choose(parts, read, recompute), read, recompute)
         self.decisions[decision.kind] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -67,10 +67,13 @@ class Matcher:
         self._engine, self._settings, self._client, self._cost = engine, settings, client, model
         self._stats = stats
         self._wait_left = settings.inline_wait
+        self._running: frozenset[str] = frozenset()
 
-    def begin_step(self) -> None:
-        """The scheduler has finished a pass: in the next one it may wait in place again, for all requests together."""
+    def begin_step(self, running: Iterable[str]) -> None:
+        """The scheduler has finished a pass, which runs these requests: in the next one it may wait in place again, for
+        all requests together."""
         self._wait_left = self._settings.inline_wait
+        self._running = frozenset(running)
 
     def ask(self, reader: Reader, hashes: Sequence[bytes], local: int) -> None:
         """Send the request's questions to all its sources, unless there is nothing to gain; never waits.
@@ -182,7 +185,8 @@ class Matcher:
         offer, context = reader.reuse.offer, local * self._engine.block_size
         assert offer is not None
         if reader.decision is None:
-            reader.decision = self._cost.choose([self._measure(part) for part in offer.parts], context, tokens)
+            parts = [self._measure(part) for part in offer.parts]
+            reader.decision = self._cost.choose(parts, context, tokens, busy=bool(self._running - {reader.request_id}))
             reader.admitted_at, reader.decided_end = time.monotonic(), context + tokens
         return reader.decision.kind != RECOMPUTE
 

@@ -157,9 +157,9 @@ def test_matches_are_read_until_enough_steps_were_seen() -> None:
     model = CostModel("UCX", STEP_TOKENS)
     for _ in range(MINIMUM_STEPS - 1):
         model.record_step([(0, 1000)], 0, 1e-6)
-    assert model.choose([part(100_000)], 0, 1).kind == PULL
+    assert model.choose([part(100_000)], 0, 1, busy=False).kind == PULL
     model.record_step([(0, 1000)], 0, 1e-6)
-    assert model.choose([part(100_000)], 0, 1).kind == RECOMPUTE
+    assert model.choose([part(100_000)], 0, 1, busy=False).kind == RECOMPUTE
 
 
 @pytest.mark.parametrize("factor", [3.0, 1 / 3.0], ids=["read cheaper", "prefill cheaper"])
@@ -177,7 +177,7 @@ def test_the_choice_is_right_away_from_break_even(factor: float, tokens: int) ->
     # What the engine is busy with just now is part of a read's cost; here next to nothing.
     for _ in range(9):
         model.record_step([], 1, 1e-4)
-    decision = model.choose([part(tokens)], 0, tokens)
+    decision = model.choose([part(tokens)], 0, tokens, busy=False)
     assert decision.kind == (PULL if factor > 1 else RECOMPUTE)
 
 
@@ -185,7 +185,7 @@ def serve(model: CostModel, machine: Machine, requests: int, slowness: float) ->
     """Decisions while every read that is chosen is observed."""
     kinds = []
     for _ in range(requests):
-        decision = model.choose([part(4096)], 0, 4096)
+        decision = model.choose([part(4096)], 0, 4096, busy=False)
         kinds.append(decision.kind)
         if decision.kind != RECOMPUTE:
             seconds = machine.noisy(machine.read(4096, slowness))

@@ -42,8 +42,8 @@ class Cost:
     def __init__(self, kind: str = "pull") -> None:
         self.kind, self.asked, self.outcomes = kind, list[Any](), list[float]()
 
-    def choose(self, parts: Sequence[Part], context: int, tokens: int) -> Decision:
-        self.asked.append((list(parts), context, tokens))
+    def choose(self, parts: Sequence[Part], context: int, tokens: int, busy: bool) -> Decision:
+        self.asked.append((list(parts), context, tokens, busy))
         return Decision(self.kind, 1.0, 2.0)
 
     def record_outcome(self, decision: Decision, seconds: float) -> None:
@@ -93,7 +93,7 @@ def test_a_match_is_read_and_counted(rigs: list[Rig]) -> None:
     reader = rig.reader(tokens=12 * SIZE, hints=Hints(handover=True))
     rig.matcher.ask(reader, hashes(12), local=2)
     assert rig.matcher.match(reader, hashes(12), local=2) == 8 * SIZE
-    assert rig.cost.asked == [([(str(rig.source), 8000, 4)], 2 * SIZE, 8 * SIZE)]
+    assert rig.cost.asked == [([(str(rig.source), 8000, 4)], 2 * SIZE, 8 * SIZE, False)]
     read = rig.matcher.begin_read(reader, 8 * SIZE)
     assert (read.first, read.parts[0].blocks) == (2, tuple(range(102, 110)))
     rig.matcher.end_read(reader, reused=6 * SIZE, failed_sources=frozenset())
@@ -103,6 +103,16 @@ def test_a_match_is_read_and_counted(rigs: list[Rig]) -> None:
     assert counts[contract.METRIC_DISCARDED_TOKENS,] == 2 * SIZE
     assert len(rig.cost.outcomes) == 1
     assert rig.matcher.match(reader, hashes(12), local=2) == 0  # once is enough
+
+
+def test_an_engine_that_runs_others_is_busy(rigs: list[Rig]) -> None:
+    rigs.append(rig := Rig(published=10))
+    for running, busy in ((["r"], False), (["r", "other"], True), ([], False)):
+        rig.matcher.begin_step(running)
+        reader = rig.reader(tokens=12 * SIZE)
+        rig.matcher.ask(reader, hashes(12), local=0)
+        rig.matcher.match(reader, hashes(12), local=0)
+        assert rig.cost.asked[-1][-1] is busy
 
 
 def test_one_token_is_left_to_compute(rigs: list[Rig]) -> None:
@@ -175,7 +185,7 @@ def test_waiting_in_place_has_one_budget_for_all_requests_of_a_step(rigs: list[R
         assert [rig.matcher.match(reader, hashes(12), local=0) for reader in readers] == [None] * 20
         assert rig.stats.counts[contract.METRIC_LOOKUP_WAIT_SECONDS,] <= 2
         assert time.monotonic() - began >= 0.04
-        rig.matcher.begin_step()
+        rig.matcher.begin_step([])
 
 
 def test_a_source_whose_read_failed_is_left_alone(rigs: list[Rig]) -> None:
