@@ -221,7 +221,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """This step's reads and their tickets."""
         now = time.monotonic()
         self._clock.scheduled(scheduler_output, now)
-        self._matcher.begin_step()
+        self._matcher.begin_step(scheduler_output.num_scheduled_tokens)
         if self._retention is not None:
             if validated := self._server.take_read_blocks():
                 self._retention.blocks_read(validated, now)
