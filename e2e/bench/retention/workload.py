@@ -37,8 +37,9 @@ class Lognormal:
 class Parameters:
     """One kind of traffic. Tokens and seconds. Sources:
 
-    - A: NVIDIA AIPerf, traces of coding agents and their generator, data set of 1,205 sessions: github.com/ai-dynamo/aiperf,
-      src/aiperf/dataset/agentic_code_gen (configs/default.json, datasets/1k_sessions_200k_ctx/comparison.txt).
+    - A: NVIDIA AIPerf, generator of traces of coding agents and its data set of 1,205 sessions:
+      github.com/ai-dynamo/aiperf, src/aiperf/dataset/agentic_code_gen (configs/default.json,
+      datasets/1k_sessions_200k_ctx/comparison.txt).
     - T: TraceLab, University of Washington, 4,265 recorded sessions of two coding agents: tracelab.cs.washington.edu
       (session_internal_counts: 83 steps per session on average, median 16, 90 % below 152; a person started 9 of them).
     - X: AgentX traces (vllm.ai/blog/2026-09-08-vllm-agentx): 44 % of sessions use sub-agents.

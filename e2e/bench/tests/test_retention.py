@@ -22,13 +22,13 @@ from e2e.bench.retention.workload import (
     compute_working_set,
 )
 
-SEEDS = (21, 22)
+SEEDS = (21,)
 AWARE = "SessionAware 0.6"
 TRAFFIC = {
-    "agents": replace(AGENTS, duration=2400),
-    "announced": replace(AGENTS_ANNOUNCED, duration=2400),
-    "singles": replace(AGENTS_AND_SINGLES, duration=2400),
-    "chats": replace(CHATS, duration=2400),
+    "agents": replace(AGENTS, duration=3000),
+    "announced": replace(AGENTS_ANNOUNCED, duration=3000),
+    "singles": replace(AGENTS_AND_SINGLES, duration=3000),
+    "chats": replace(CHATS, duration=3000),
 }
 
 
