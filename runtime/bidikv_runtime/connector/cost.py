@@ -186,10 +186,9 @@ class CostModel:
         return peer
 
     def describe(self) -> dict[str, Any]:
-        """For the JSON state: what was learnt, of the peers used last."""
-        self.estimate_prefill(0, 1)
+        """For the JSON state: what the last estimates were made of, of the peers used last. Any thread may call it."""
         step, token, attended, decode = self._prefill.coefficients
-        recent = list(reversed(self._peers))[:DESCRIBED_PEERS]
+        recent = list(self._peers.items())[-DESCRIBED_PEERS:]
         return {
             "prefill": {
                 "observed_steps": self._prefill.count,
@@ -200,7 +199,7 @@ class CostModel:
             },
             "reads": {
                 "all": _describe_read(self._reads),
-                **{name: _describe_read(self._peers[name].fit) for name in recent},
+                **{name: _describe_read(peer.fit) for name, peer in reversed(recent)},
             },
             "decisions": {kind: self.decisions[kind] for kind in DECISIONS},
             "regrets": {kind: self.regrets[kind] for kind in REGRETS},

@@ -45,6 +45,8 @@ LEAST_CHANCE: Final = 0.1
 """A session less likely than this to come back within the idle time counts as over."""
 CONTINUED_SHARE: Final = 0.5
 """A request that re-uses at least this share of a hold's blocks continues it; one that re-uses fewer is a fork."""
+HANDOVER_END: Final = 2
+"""Blocks: the reader leaves the last one out when the prompt fills it, for a token is left to compute."""
 MAXIMUM_AWAITED: Final = 8
 """Holds per session whose return is awaited: its branches, and what edits have left over."""
 SAMPLE: Final = 128
@@ -54,7 +56,7 @@ SAMPLE: Final = 128
 class Hold(Group):
     """The blocks of one finished request, or the prefix that it has in common with others."""
 
-    __slots__ = ("context", "forecast", "kind", "over", "reason", "session", "shared", "since")
+    __slots__ = ("context", "end", "forecast", "kind", "over", "reason", "session", "shared", "since")
 
     def __init__(self, reason: str, session: str | None, since: float, *, shared: bool = False) -> None:
         super().__init__()
@@ -64,6 +66,8 @@ class Hold(Group):
         self.shared = shared
         self.context = 0
         """Blocks before the hold's first."""
+        self.end: Sequence[int] = ()
+        """A hand-over's last blocks: it is over when these are read, not when the beginning is, which others share."""
         self.kind: Kind | None = None
         self.forecast: Forecast | None = None
         self.over = False
@@ -158,16 +162,17 @@ class Retention:
             self._forget(session, record, "over", Place.FIRST)
 
     def blocks_read(self, blocks: Sequence[int], now: float) -> None:
-        """Another engine has validated what it read: the hand-over of these blocks is done.
+        """Another engine has validated what it read: a hand-over of which this is the end is done.
 
         Blocks read by several ranks are reported by the first of them; the others' blocks are by then the most recently
         used ones.
         """
         self._now = now
-        groups = self._queue.group_of
+        groups, read = self._queue.group_of, set(blocks)
         for group in {groups[block] for block in blocks}:
-            if isinstance(group, Hold) and group.reason == HANDOVER:
-                self._end(group, "used")
+            handed = isinstance(group, Hold) and group.reason == HANDOVER and group.place is Place.HELD
+            if handed and not read.isdisjoint(cast(Hold, group).end):
+                self._end(cast(Hold, group), "used")
 
     def expire(self, now: float) -> None:
         """End what has lasted too long; cheap enough for every step."""
@@ -191,6 +196,8 @@ class Retention:
         for hold in list(self._holds[SESSION]):
             if not hold.size:
                 del self._holds[SESSION][hold]  # its blocks lost their content otherwise
+            elif self._is_in_use(hold):
+                continue
             elif hold.since <= horizon:
                 self._end(hold, "expired", Place.AGED)
             elif hold.forecast is not None and hold.forecast.chance(now - hold.since) < LEAST_CHANCE:
@@ -209,7 +216,7 @@ class Retention:
     @property
     def held_blocks(self) -> dict[str, int]:
         """Blocks in holds, in use or free, by reason."""
-        return {reason: sum(hold.size for hold in holds) for reason, holds in self._holds.items()}
+        return {reason: sum(hold.size for hold in list(holds)) for reason, holds in self._holds.items()}
 
     def take_ended(self) -> Counter[tuple[str, str]]:
         """Holds ended since the last call, by reason (``HOLD_REASONS``) and end (``HOLD_ENDS``)."""
@@ -217,7 +224,8 @@ class Retention:
         return ended
 
     def describe(self) -> dict[str, Any]:
-        """For the JSON state; its size does not depend on the number of sessions."""
+        """For the JSON state; its size does not depend on the number of sessions. Any thread may call it: it iterates
+        over copies, which take one step of the interpreter."""
         return {
             "policy": self._settings.retention,
             "sessions": len(self._sessions),
@@ -321,6 +329,7 @@ class Retention:
             return
         hold = Hold(HANDOVER, session, self._now)
         hold.over = over
+        hold.end = blocks[-HANDOVER_END:]
         self._hold(hold, blocks)
         # Who came first stays: it is read first. Of a prompt too long, the end counts: decode may have the beginning.
         excess = self.held_blocks[HANDOVER] - self._budgets[HANDOVER]
@@ -396,6 +405,11 @@ class Retention:
 
     def _sample(self, holds: Collection[Hold]) -> Collection[Hold]:
         return holds if len(holds) <= SAMPLE else self._random.sample(list(holds), SAMPLE)
+
+    def _is_in_use(self, hold: Hold) -> bool:
+        """Whether a running request of the session is likely to be using the blocks."""
+        record = self._sessions.get(hold.session) if hold.session is not None else None
+        return record is not None and record.running > 0 and record.holds[-1:] == [hold]
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 

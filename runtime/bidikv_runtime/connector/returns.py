@@ -173,17 +173,19 @@ class Returns:
         return Forecast(self.edges, shares, never)
 
     def describe(self) -> dict[str, object]:
-        """Chance of a return and the median gap, by kind; for the JSON state."""
+        """Chance of a return and the median gap, by kind; for the JSON state. Any thread may call it."""
         kinds = {}
         for kind, gaps in sorted(self._kinds.items(), key=str):
-            if kind.turns >= 0:
+            counts = list(gaps.counts)
+            total = sum(counts)
+            if kind.turns >= 0 or not total:
                 continue
-            returned = gaps.total - gaps.counts[-1]
-            sums = list(accumulate(gaps.counts[:-1]))
+            returned = total - counts[-1]
+            sums = list(accumulate(counts[:-1]))
             median = self.edges[min(bisect_right(sums, returned / 2), len(sums) - 1)] if returned > 0 else None
             kinds[(kind.expect or "unknown") + ("/bypassed" if kind.bypassed else "")] = {
-                "observations": round(gaps.total, 1),
-                "returned": round(returned / gaps.total, 3),
+                "observations": round(total, 1),
+                "returned": round(returned / total, 3),
                 "median_seconds_at_most": None if median is None else round(median, 2),
             }
         return kinds

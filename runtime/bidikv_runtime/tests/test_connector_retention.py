@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +224,30 @@ def test_a_handover_is_held_until_it_is_read() -> None:
     assert engine.retention.take_ended() == {(HANDOVER, "used"): 1}
 
 
+@pytest.mark.parametrize("policy", ["LRU", "SessionAware"])
+def test_a_reader_of_the_common_beginning_does_not_end_another_s_handover(policy: str) -> None:
+    engine = Engine(retention=policy, handover_budget=0.5)
+    first = engine.run("a", [], 10, handover=True)
+    second = engine.run("b", first[:5], 10, handover=True)
+    engine.retention.blocks_read(first, engine.now)
+    assert not engine.evicted(80) & set(second[-10:])
+    engine.retention.blocks_read(second[4:-1], engine.now)  # the last block is left out when the prompt fills it
+    assert engine.held[HANDOVER] == 0
+    assert engine.retention.take_ended()[HANDOVER, "used"] == 2
+
+
+def test_a_long_running_request_does_not_let_its_session_expire() -> None:
+    engine = Engine()
+    blocks = engine.run("a", [], 20)
+    engine.retention.request_arrived("a", engine.now)
+    engine.pool.touch(blocks)
+    engine.wait(5000)
+    assert engine.held[SESSION] == 20
+    engine.retention.request_finished("a", EXPECT_RETURN, blocks, engine.now)
+    engine.pool.free(blocks)
+    assert engine.retention.take_ended() == {(SESSION, "used"): 1}
+
+
 def test_a_handover_nobody_reads_expires() -> None:
     engine = Engine(retention="LRU")
     engine.run("a", [], 20, handover=True)
@@ -296,6 +322,38 @@ def test_sessions_are_bounded() -> None:
     description = engine.retention.describe()
     assert description["sessions"] == MAXIMUM_SESSIONS
     assert len(str(description)) < 1500
+
+
+def test_another_thread_may_describe_at_any_time() -> None:
+    engine = Engine(blocks=2000, retention_budget=0.9)
+    failures: list[RuntimeError] = []
+    described = 0
+    done = threading.Event()
+
+    def describe() -> None:
+        nonlocal described
+        while not done.is_set():
+            try:
+                engine.retention.describe()
+            except RuntimeError as error:
+                failures.append(error)
+                return
+            described += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=describe)
+    thread.start()
+    try:
+        for i in range(1500):
+            engine.run(f"s{i % 700}", [], 1, [EXPECT_RETURN, None, EXPECT_OVER][i % 3], handover=i % 5 == 0)
+            engine.wait(0.3)
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not failures
+    assert described
 
 
 @given(
