@@ -304,6 +304,17 @@ class ShadowEngine:
         except RuntimeError:  # blocks are still in use by reads, or by a step under way
             return False
 
+    def change_weights(self, name: str | None) -> None:
+        """Another model from now on, as far as the engine core tells its connector; ``name`` is the weight version."""
+        self.weights = Weights(self.weights.version + 1)
+        self.connector.connector_scheduler.weights_changed()
+        if name is not None:
+            self.connector.connector_scheduler.weights_named(name)
+
+    def forget_refusals(self) -> None:
+        """As if the time had passed for which refusals are remembered."""
+        self.connector.connector_scheduler._client.forget_refusals()
+
     # --- one step in its three moments --------------------------------------------------------------------------------
 
     @property
@@ -503,6 +514,8 @@ class ShadowEngine:
     def _judge(self, request_id: str, parts: Sequence[Copy], valid: int) -> None:
         """What the protocol promises: an accepted block holds the KV of the reader's own tokens."""
         turn = self.turns[request_id]
+        if turn.weights is not self.weights:
+            return  # its KV is of two models, here as in vLLM
         first = self._first_block(turn, parts)
         contents = self.weights.contents(turn.prompt.followed_by(turn.request.output_token_ids))
         local = [block for part in parts for block in part.local]

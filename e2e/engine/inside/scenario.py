@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,16 @@ class Scenario:
     """``run`` takes a number of random actions, checking every engine after each, then lets all work end."""
 
     def __init__(
-        self, *, asynchronous: bool, drafts: bool = False, policy: str = "fcfs", blocks: int = 24, **options: Any
+        self,
+        *,
+        asynchronous: bool,
+        drafts: bool = False,
+        policy: str = "fcfs",
+        blocks: int = 24,
+        weights_change: bool = False,
+        **options: Any,
     ) -> None:
+        self.weights_change = weights_change
         self.engines: dict[str, ShadowEngine] = {}
         self.weights = Weights()
         self.random = random.Random(0)
@@ -45,6 +54,8 @@ class Scenario:
     def run(self, source_of_chance: random.Random, actions: int) -> None:
         self.random = source_of_chance
         self.histories = [Prompt(tuple((7 * i + j) % VOCABULARY for j in range(24))) for i in range(2)]
+        if self.weights_change:
+            self.change_weights(self.pair)
         for _ in range(actions):
             self.act()
             for engine in self.pair:
@@ -61,6 +72,8 @@ class Scenario:
             engine.abort(chance.choice(live))
         elif kind == 1 and chance.randrange(3) == 0 and (engine.asynchronous or not engine.steps):
             engine.reset(running=chance.randrange(3) == 0)  # vLLM's engine core takes no calls within a step
+        elif kind == 2 and self.weights_change and chance.randrange(6) == 0:
+            self.change_weights([engine] if chance.randrange(4) == 0 else self.pair)
         elif kind <= 5 and len(live) < 5:
             self.send(engine)
         elif kind <= 11 and engine.reads:
@@ -102,6 +115,17 @@ class Scenario:
                 parameters=hints,
             )
 
+    def change_weights(self, changing: Sequence[ShadowEngine]) -> None:
+        """Of all engines, to the same, or of one, to weights without a name."""
+        if any(engine.steps and not engine.asynchronous for engine in changing):
+            return  # vLLM's engine core takes no calls within a step
+        version = max(engine.weights.version for engine in self.pair)
+        for engine in changing:
+            engine.weights = Weights(version)
+            engine.change_weights(f"version {version + 1}" if len(changing) > 1 else None)
+        for engine in self.pair:
+            engine.forget_refusals()
+
     def read(self, engine: ShadowEngine, request_id: str) -> None:
         fate = self.random.randrange(24)
         if engine.may_validate(request_id):
@@ -133,6 +157,8 @@ class Scenario:
 
     def judge(self, turn: Turn) -> None:
         """The answer is what an engine that reuses nothing would have said."""
+        if self.weights_change:
+            return  # vLLM goes on with KV of two models
         assert turn.answer == turn.weights.continue_(turn.prompt, len(turn.answer)), turn.request.request_id
 
     def drain(self) -> None:

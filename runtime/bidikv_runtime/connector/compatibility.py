@@ -62,6 +62,8 @@ class Compatibility:
     drafts: str
     """The draft model whose KV lies in the same blocks, or ``none``."""
     vllm: str
+    weights: str = "loaded"
+    """As loaded at the start, or the name of those that have taken their place (``weights.watch_weights``)."""
 
     def digest(self) -> bytes:
         """Equal for equal values; 16 bytes."""

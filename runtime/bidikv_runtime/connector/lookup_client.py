@@ -81,6 +81,10 @@ class LookupClient:
         """Whether the source missed a deadline, or a read from it failed, and its time is not over."""
         return self.peers.is_silent(source, time.monotonic())
 
+    def forget_refusals(self) -> None:
+        """Ask those that refused again: this engine's compatibility is another now."""
+        self.peers.forget_refusals()
+
     def is_refused(self, source: Source) -> bool:
         """Whether the source refused a short while ago."""
         return self.peers.is_refused(source, time.monotonic())

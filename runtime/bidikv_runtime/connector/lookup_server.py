@@ -122,6 +122,10 @@ class LookupServer:
                 self._stop.send(b"", zmq.NOBLOCK)
             self._thread.join(STOP_SECONDS)
 
+    def replace_compatibility(self, compatibility: Compatibility) -> None:
+        """Answer only readers equal to this from now on."""
+        self._compatibility = compatibility
+
     def take_read_blocks(self) -> list[int]:
         """Blocks that readers have validated since the last call; called by the scheduler.
 

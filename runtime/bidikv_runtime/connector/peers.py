@@ -86,6 +86,12 @@ class Peers:
         if peer is not None:
             peer.failures, peer.avoided_until = 0, NEVER
 
+    def forget_refusals(self) -> None:
+        """This engine is another than the one that was refused."""
+        with self._lock:
+            for peer in self._peers.values():
+                peer.refused_until = NEVER
+
     def note_refusal(self, source: Hashable, epoch: int, reason: str, now: float) -> bool:
         """The source's process ``epoch`` refuses; returns whether that is new, hence worth a line in the log."""
         with self._lock:

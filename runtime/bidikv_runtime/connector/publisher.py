@@ -6,7 +6,7 @@ Everything here runs in vLLM's scheduler thread. Three rules make it safe:
   calls it inside ``get_new_blocks``, before the block can be written again.
 - Of a finished request only those blocks are published whose tokens were computed in steps that have ended, by this
   request or by the one whose blocks it found in the prefix cache (``compute_final_tokens``).
-- A request publishes nothing when the weights may have changed since it began (``clear``).
+- Nothing is published that was computed, or rests on what was computed, with weights of before (``weights``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
+from bidikv_runtime.connector.weights import StaleBlocks
 
 
 class Publisher:
@@ -25,9 +26,8 @@ class Publisher:
         self._pool: Any = None
         self._found: dict[str, int] = {}
         """Tokens that an unfinished request found in the local prefix cache."""
-        self._generation = 0
-        self._begun: dict[str, int] = {}
-        """The generation of the weights in which an unfinished request began."""
+        self._begun: set[str] = set()
+        self._stale = StaleBlocks()
 
     def bind(self, pool: Any) -> None:
         """Take the scheduler's block pool, whose re-use watchers un-publish."""
@@ -35,16 +35,30 @@ class Publisher:
 
     def clear(self) -> None:
         """Forget all published blocks, and what unfinished requests would publish: the weights may have changed."""
-        self._generation += 1
         self._index.clear()
+        self._stale.change(self._pool, list(self._begun))
 
     def begin(self, request_id: str) -> None:
         """A request has arrived."""
-        self._begun[request_id] = self._generation
+        self._begun.add(request_id)
 
     def found(self, request_id: str, tokens: int) -> None:
         """A request is being admitted and has found ``tokens`` in the local prefix cache."""
         self._found[request_id] = tokens
+
+    def admit(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """A request is admitted with these blocks, what it found in the local prefix cache first."""
+        count = self._found[request_id] // self._block_size
+        self._stale.admit(request_id, block_ids[:count], block_ids[count:])
+
+    @property
+    def follows(self) -> bool:
+        """Whether ``grow`` has to be told: stale KV may still be found."""
+        return bool(self._stale)
+
+    def grow(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """A request under way was given more blocks."""
+        self._stale.grow(request_id, block_ids)
 
     def finish(self, request: Any, block_ids: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
         """Publish the full blocks of a request that ends; returns them.
@@ -54,8 +68,10 @@ class Publisher:
             block_ids: its blocks.
             hashes: of its full blocks, as other engines ask for them.
         """
-        found = self._found.pop(request.request_id, 0)
-        if self._begun.pop(request.request_id, None) != self._generation:
+        found = self._found.get(request.request_id, 0)
+        stale = request.request_id in self._stale
+        self.drop(request.request_id, block_ids)
+        if stale:
             return []
         final = compute_final_tokens(
             found, request.num_computed_tokens, request.num_in_flight_tokens, request.num_tokens
@@ -66,10 +82,11 @@ class Publisher:
             self._watch(new)
         return published
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, request_id: str, block_ids: Sequence[int]) -> None:
         """A request ends that must not publish."""
         self._found.pop(request_id, None)
-        self._begun.pop(request_id, None)
+        self._begun.discard(request_id)
+        self._stale.end(self._pool, request_id, block_ids)
 
     def _watch(self, block_ids: list[int]) -> None:
         # touch and unpin_blocks are vLLM's way to set a watcher. They add and remove one reference; the request still

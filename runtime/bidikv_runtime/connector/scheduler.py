@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from vllm import __version__ as vllm_version
@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import Nix
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from bidikv_runtime import contract
@@ -47,6 +48,7 @@ from bidikv_runtime.connector.stats import VerifiedReadStats
 from bidikv_runtime.connector.step_clock import StepClock
 from bidikv_runtime.connector.ticket import Ticket, build_part_id
 from bidikv_runtime.connector.tokens import load_tokens
+from bidikv_runtime.connector.weights import draw_unnamed, watch_weights
 
 logger = init_logger("vllm.bidikv.scheduler")
 
@@ -123,6 +125,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 "peers are not authenticated: set %s to a file with a token, or close the lookup port to all but peers",
                 contract.ENV_TOKEN_FILE,
             )
+        self._end_watch = watch_weights(EngineCore, self.weights_changed, self.weights_named)
         logger.info("lookup port %s:%d, engine %s", settings.lookup_host, self._server.port, engine_id)
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -132,12 +135,30 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._retention = Retention(eviction.install(pool), self.settings, self.block_size, self._cost.estimate_prefill)
 
     def clear_publications(self) -> None:
-        """Weights or cache changed: forget what is published, and publish nothing of what began before."""
+        """Weights or cache changed: forget what is published and found, and publish nothing of what began before."""
         self._publisher.clear()
+        for reader in self._readers.values():
+            if reader.request_id not in self._loading:
+                reader.reuse.settle()
         if self._retention is not None:
             self._retention.clear()
 
+    def weights_changed(self) -> None:
+        """Share KV with nobody until the new weights have a name."""
+        self.weights_named(draw_unnamed())
+        self.clear_publications()
+        logger.warning(
+            "the weights may have changed: KV is shared with other engines again when they are named (weight_version)"
+        )
+
+    def weights_named(self, name: str) -> None:
+        """Share KV with the engines whose weights have this name."""
+        self._compatibility = replace(self._compatibility, weights=name)
+        self._server.replace_compatibility(self._compatibility)
+        self._client.forget_refusals()
+
     def shutdown(self) -> None:
+        self._end_watch()
         if self._state_server is not None:
             self._state_server.stop()
         self._server.stop()
@@ -185,6 +206,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is admitted: hand its read, if it has one, to the workers with this step's metadata."""
+        self._publisher.admit(request.request_id, blocks.get_block_ids()[0])
         reader = self._readers.get(request.request_id)
         if reader is None:
             return
@@ -207,7 +229,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         published: list[int] = []
         if request.request_id in self._loading:
             # Aborted during the read: num_computed_tokens already counts tokens whose KV has not arrived.
-            self._publisher.drop(request.request_id)
+            self._publisher.drop(request.request_id, block_ids[0])
         else:
             published = self._publisher.finish(request, block_ids[0], self._hashes(request))
         handover = hints.handover and request.status != RequestStatus.FINISHED_ABORTED
@@ -221,6 +243,11 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """This step's reads and their tickets."""
         now = time.monotonic()
         self._clock.scheduled(scheduler_output, now)
+        if self._publisher.follows:
+            cached = scheduler_output.scheduled_cached_reqs
+            for request_id, new_blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+                if new_blocks is not None and request_id not in cached.resumed_req_ids:
+                    self._publisher.grow(request_id, new_blocks[0])
         self._matcher.begin_step(scheduler_output.num_scheduled_tokens)
         if self._retention is not None:
             if validated := self._server.take_read_blocks():
