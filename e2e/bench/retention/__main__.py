@@ -72,7 +72,7 @@ def write_report(cells: Sequence[Cell], duration: float, path: Path) -> None:
         "seed": SEED,
         "block_tokens": BLOCK_TOKENS,
         "duration_seconds": duration,
-        "parameters": {name: asdict(parameters) for name, parameters in WORKLOADS.items()},
+        "parameters": {name: asdict(replace(p, duration=duration)) for name, p in WORKLOADS.items()},
         "cells": [asdict(cell) for cell in cells],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
