@@ -174,7 +174,7 @@ class Returns:
 
     def describe(self) -> dict[str, object]:
         """Chance of a return and the median gap, by kind; for the JSON state. Any thread may call it."""
-        kinds = {}
+        kinds: dict[str, object] = {}
         for kind, gaps in sorted(self._kinds.items(), key=str):
             counts = list(gaps.counts)
             total = sum(counts)
