@@ -63,10 +63,10 @@ def find(sources: Path, module: str, name: str) -> Found | None:
     body: list[ast.stmt] = list(parse(path).body)
     *owners, last = name.split(".")
     for owner in owners:
-        [definition] = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner] or [None]
-        if definition is None:
+        classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+        if not classes:
             return None
-        body = definition.body
+        body = classes[0].body
     for node in flatten(body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == last:
             return describe(node, bound=bool(owners))

@@ -62,7 +62,7 @@ vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker NixlBaseConnectorW
 vllm.distributed.nixl_utils
     NixlWrapper  NIXL's agent class, whose configuration is corrected; None without NIXL
 vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata NixlConnectorMetadata
-    add_new_req_to_recv(request_id, local_block_ids, kv_transfer_params, local_num_computed_blocks, awaiting_kvs)  a part
+    add_new_req_to_recv(request_id, local_block_ids, kv_transfer_params, local_num_computed_blocks)  one part of a read
     reqs_to_recv                                  the reads of a step
     scheduler_clock                               upstream's workers expect it
 vllm.distributed.kv_transfer.kv_connector.v1.base KVConnectorWorkerMetadata
