@@ -169,11 +169,15 @@ class EngineClient:
         async with self._session.get("/metrics") as response:
             return Metrics(await response.text())
 
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the engine's prefix cache; whether it did (it refuses while blocks are in use)."""
+    async def reset_prefix_cache(self, *, running: bool = False) -> bool:
+        """Empty the engine's prefix cache; whether it did (it refuses while blocks are in use).
+
+        With ``running``, vLLM preempts the requests that hold blocks.
+        """
         assert self._session is not None, "use the client as a context manager"
-        async with self._session.post("/reset_prefix_cache") as response:
-            return response.status == 200
+        query = {"reset_running_requests": "true"} if running else {}
+        async with self._session.post("/reset_prefix_cache", params=query) as response:
+            return response.status == 200 and bool((await response.json())["success"])
 
 
 def add_choice(completion: Completion, choice: Mapping[str, Any], message: Mapping[str, Any]) -> None:
