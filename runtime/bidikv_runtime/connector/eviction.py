@@ -209,14 +209,24 @@ class TieredQueue:
         chain.link(blocks[start:], chain.tail)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:
-        """Blocks without cached content become free: they are handed out before all others, and leave their groups."""
+        """Blocks without cached content become free: they are handed out before all others, and leave their groups.
+
+        Held ones stay: the tail of a prompt that is handed over is read by others and never cached here.
+        """
+        unheld = blocks
         if self._grouped:
-            groups = self.group_of
+            groups, unheld = self.group_of, []
             for block in blocks:
-                if (group := groups[block.block_id]) is not None:
+                group = groups[block.block_id]
+                if group is not None and group.place is Place.HELD:
+                    chain = self._chain(group)
+                    chain.link([block], chain.head.next_free_block)
+                    continue
+                if group is not None:
                     self._leave(group)
                     groups[block.block_id] = None
-        self._first.link(blocks, self._first.head.next_free_block)
+                unheld.append(block)
+        self._first.link(unheld, self._first.head.next_free_block)
         self.num_free_blocks += len(blocks)
 
     def get_all_free_blocks(self) -> list[Block]:

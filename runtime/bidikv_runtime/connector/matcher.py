@@ -43,14 +43,19 @@ class Engine:
 
 @dataclass
 class Reader:
-    """One request. ``digest``: what its sources must be equal in; ``hashes``: of its full prompt blocks."""
+    """One request."""
 
     request_id: str
     hints: Hints
     reuse: Reuse
     digest: bytes
+    """What its sources must be equal in."""
+    hashes: Sequence[bytes]
+    """Of the prompt's blocks, the partly filled last one included if it can be handed over."""
     tokens: int
-    """All tokens that it has to compute or read before its next output."""
+    """Of the prompt."""
+    expected: int = 0
+    """Tokens that its read is to bring."""
     decision: Decision | None = None
     admitted_at: float = 0.0
     """When its blocks were allocated, and reading or computing began."""
@@ -75,16 +80,15 @@ class Matcher:
         self._wait_left = self._settings.inline_wait
         self._running = frozenset(running)
 
-    def ask(self, reader: Reader, hashes: Sequence[bytes], local: int) -> None:
+    def ask(self, reader: Reader, local: int) -> None:
         """Send the request's questions to all its sources, unless there is nothing to gain; never waits.
 
         Args:
             reader: the request.
-            hashes: of its full blocks.
             local: blocks of its local prefix.
         """
         reuse = reader.reuse
-        last = min(self._last_block(reader, hashes), local + wire.MAXIMUM_BLOCKS)
+        last = min(self._last_block(reader), local + wire.MAXIMUM_BLOCKS)
         worth_asking = (last - local) * self._engine.block_size >= self._settings.minimum_tokens
         if not reuse.sources or not reuse.may_ask or not worth_asking:
             reuse.settle()
@@ -95,7 +99,7 @@ class Matcher:
             self._stats.record(contract.METRIC_LOOKUPS, 1, "refused" if answering else "silent")
             reuse.settle()
             return
-        asked = [bytes(hashes[position]) for position in range(local, last)]
+        asked = [bytes(reader.hashes[position]) for position in range(local, last)]
 
         def build(sequence: int) -> wire.Lookup:
             return wire.Lookup(wire.VERSION, sequence, reader.digest, asked, self._engine.tensor_parallel_size)
@@ -104,18 +108,18 @@ class Matcher:
         questions = [self._client.ask(source, build, self._settings.lookup_deadline) for source in sources]
         reuse.start(questions, local, last - local, now)
 
-    def match(self, reader: Reader, hashes: Sequence[bytes], local: int) -> int | None:
+    def match(self, reader: Reader, local: int) -> int | None:
         """Tokens to read after a local prefix of ``local`` blocks; None while answers are worth waiting for."""
         reuse = reader.reuse
         for _ in range(2):  # what is decided may be outdated: a request can wait for long before it is looked at first
             if reuse.is_outdated(local, time.monotonic()):
-                self.ask(reader, hashes, local)
+                self.ask(reader, local)
             if reuse.phase is Phase.ASKING and not self._decide(reader, local):
                 return None
         if reuse.phase is not Phase.MATCHED:
             return 0
-        blocks = reuse.match(local, self._last_block(reader, hashes))
-        tokens = blocks * self._engine.block_size
+        blocks, size = reuse.match(local, self._last_block(reader)), self._engine.block_size
+        tokens = max(0, min((local + blocks) * size, reader.tokens) - local * size)
         if tokens < self._settings.minimum_tokens or not self._is_cheaper(reader, local, tokens):
             reuse.settle()
             return 0
@@ -123,8 +127,8 @@ class Matcher:
 
     def begin_read(self, reader: Reader, tokens: int) -> Read:
         """The request's blocks are allocated: read ``tokens`` tokens of the match."""
-        reader.admitted_at = time.monotonic()
-        return reader.reuse.begin_read(tokens // self._engine.block_size)
+        reader.admitted_at, reader.expected = time.monotonic(), tokens
+        return reader.reuse.begin_read(-(-tokens // self._engine.block_size))
 
     def end_read(self, reader: Reader, reused: int, failed_sources: frozenset[Source]) -> None:
         """The read has ended in every rank and ``reused`` of its tokens are valid."""
@@ -132,14 +136,15 @@ class Matcher:
         assert read is not None
         reader.reuse.settle()
         for part in read.parts:
-            tokens = min(len(part.blocks) * size, reused - part.offset * size)
+            before = part.offset * size
+            tokens = min(len(part.blocks) * size, reused - before)
             if tokens > 0:
                 self._stats.record(contract.METRIC_REUSED_TOKENS, tokens, str(part.source), reader.hints.direction)
             if part.source in failed_sources:
                 self._client.avoid(part.source)  # it would cost the next request as much
-            elif tokens == len(part.blocks) * size:
+            elif tokens == min(len(part.blocks) * size, reader.expected - before):
                 self._client.trust(part.source)
-        if discarded := read.count * size - reused:
+        if discarded := reader.expected - reused:
             self._stats.record(contract.METRIC_DISCARDED_TOKENS, discarded)
         if reader.decision is not None:
             self._judge(reader)
@@ -149,9 +154,12 @@ class Matcher:
         if reader.decision is not None and reader.reuse.phase is Phase.SETTLED and tokens >= reader.decided_end:
             self._judge(reader)
 
-    def _last_block(self, reader: Reader, hashes: Sequence[bytes]) -> int:
-        # At least one token is left to compute: its output is the request's next token.
-        return min((reader.tokens - 1) // self._engine.block_size, len(hashes))
+    def _last_block(self, reader: Reader) -> int:
+        # Of a prompt that is there in full vLLM computes the last token again: its output is the next token. Only a
+        # decode leg comes to that, and it alone reads the last block for it.
+        if reader.hints.prefilled_tokens:
+            return len(reader.hashes)
+        return min((reader.tokens - 1) // self._engine.block_size, len(reader.hashes))
 
     def _decide(self, reader: Reader, local: int) -> bool:
         """Whether the sources' answers are decided; the request is then matched or settled."""

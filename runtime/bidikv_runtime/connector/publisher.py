@@ -11,7 +11,7 @@ Everything here runs in vLLM's scheduler thread. Three rules make it safe:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bidikv_runtime.connector.index import PublicationIndex, compute_final_tokens
@@ -60,13 +60,20 @@ class Publisher:
         """A request under way was given more blocks."""
         self._stale.grow(request_id, block_ids)
 
-    def finish(self, request: Any, block_ids: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
-        """Publish the full blocks of a request that ends; returns them.
+    def finish(
+        self,
+        request: Any,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        hash_tail: Callable[[int], bytes | None] | None = None,
+    ) -> list[int]:
+        """Publish the full blocks of a request that ends, and its tail if that has a hash; returns them.
 
         Args:
             request: vLLM's ``Request``.
             block_ids: its blocks.
             hashes: of its full blocks, as other engines ask for them.
+            hash_tail: gives the hash of the partly filled block that ends its first so many tokens.
         """
         found = self._found.get(request.request_id, 0)
         stale = request.request_id in self._stale
@@ -77,8 +84,11 @@ class Publisher:
             found, request.num_computed_tokens, request.num_in_flight_tokens, request.num_tokens
         )
         count = min(final // self._block_size, len(block_ids), len(hashes))
-        published = list(block_ids[:count])
-        if new := self._index.publish([bytes(hashes[position]) for position in range(count)], published):
+        published, contents = list(block_ids[:count]), [bytes(hashes[position]) for position in range(count)]
+        if hash_tail and count == final // self._block_size < len(block_ids) and (tail := hash_tail(final)):
+            published.append(block_ids[count])
+            contents.append(tail)
+        if new := self._index.publish(contents, published):
             self._watch(new)
         return published
 

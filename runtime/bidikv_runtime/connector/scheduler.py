@@ -16,6 +16,7 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
@@ -46,6 +47,7 @@ from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
 from bidikv_runtime.connector.state import StateServer
 from bidikv_runtime.connector.stats import VerifiedReadStats
 from bidikv_runtime.connector.step_clock import StepClock
+from bidikv_runtime.connector.tail import compute_tail_hash
 from bidikv_runtime.connector.ticket import Ticket, build_part_id
 from bidikv_runtime.connector.tokens import load_tokens
 from bidikv_runtime.connector.weights import draw_unnamed, watch_weights
@@ -87,6 +89,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         backends = vllm_config.kv_transfer_config.get_from_extra_config("backends", ["UCX"])
         self._cost = CostModel(backends[0], vllm_config.scheduler_config.max_num_batched_tokens)
         self._adapters = Adapters(logger)
+        self._hash_function = get_hash_fn_by_name(contract.HASH_ALGORITHM)
         self._matcher = Matcher(self._engine, settings, self._client, self._cost, self.stats)
         self._publisher = Publisher(self.block_size, self.index)
         self._retention: Retention | None = None
@@ -181,10 +184,10 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             hints,
             Reuse(sources, self._engine.drop_last),
             self._compatibility.digest(),
+            self._hashes(request, tail=hints.prefilled_tokens > 0),
             request.num_tokens,
         )
-        hashes = self._hashes(request)
-        self._matcher.ask(reader, hashes, self._count_cached(request))
+        self._matcher.ask(reader, self._count_cached(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that a source holds beyond the local prefix; None while the sources' answers are outstanding.
@@ -195,8 +198,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         reader = self._readers.get(request.request_id)
         if reader is None:
             return 0, False
-        reader.tokens = request.num_tokens
-        tokens = self._matcher.match(reader, self._hashes(request), num_computed_tokens // self.block_size)
+        tokens = self._matcher.match(reader, num_computed_tokens // self.block_size)
         if tokens is None:
             return None, False
         if self._misses_too_much(request, reader, num_computed_tokens + tokens):
@@ -226,13 +228,18 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._readers.pop(request.request_id, None)
         self._recomputing.pop(request.request_id, None)
         hints = parse_hints(request.kv_transfer_params)
+        handover = hints.handover and request.status != RequestStatus.FINISHED_ABORTED
         published: list[int] = []
         if request.request_id in self._loading:
             # Aborted during the read: num_computed_tokens already counts tokens whose KV has not arrived.
             self._publisher.drop(request.request_id, block_ids[0])
         else:
-            published = self._publisher.finish(request, block_ids[0], self._hashes(request))
-        handover = hints.handover and request.status != RequestStatus.FINISHED_ABORTED
+            published = self._publisher.finish(
+                request,
+                block_ids[0],
+                self._hashes(request),
+                (lambda tokens: self._hash_tail(request, tokens)) if handover else None,
+            )
         assert self._retention is not None
         self._retention.request_finished(hints.session, hints.expect, published, time.monotonic(), handover)
         return False, None
@@ -299,14 +306,12 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                 request_id,
                 read.first * self.block_size,
                 reused,
-                read.count * self.block_size,
+                reader.expected,
                 " and ".join(str(part.source) for part in read.parts),
                 (time.monotonic() - reader.admitted_at) * 1e3,
                 request.num_tokens - request.num_computed_tokens,
             )
-            if reused < read.count * self.block_size and self._misses_too_much(
-                request, reader, request.num_computed_tokens
-            ):
+            if reused < reader.expected and self._misses_too_much(request, reader, request.num_computed_tokens):
                 ask_again(request)  # and refuse it there
         for request_id, request in list(self._recomputing.items()):
             reader = self._readers[request_id]
@@ -397,17 +402,27 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             logger.warning("request %s reuses nothing: %s", request.request_id, error)
             return ()
 
-    def _hashes(self, request: Any) -> Sequence[bytes]:
+    def _hashes(self, request: Any, tail: bool = False) -> Sequence[bytes]:
+        """Hashes by which a request's blocks are published and asked for: its full ones, then its ``tail``."""
+        hashes = self._adapters.scope(self._own_hashes(request), request.lora_request)
+        last = self._hash_tail(request, request.num_tokens) if tail else None
+        return hashes if last is None else [*hashes, last]
+
+    def _hash_tail(self, request: Any, tokens: int) -> bytes | None:
+        own = compute_tail_hash(request, self._own_hashes(request), self.block_size, tokens, self._hash_function)
+        shared = self._adapters.scope([own], request.lora_request) if own else ()
+        return bytes(shared[0]) if shared else None
+
+    def _own_hashes(self, request: Any) -> Sequence[bytes]:
         hashes: Sequence[bytes] = resolve_block_hashes(
             request.block_hashes, self._pool.hash_block_size, self.block_size
         )
-        return self._adapters.scope(hashes, request.lora_request)
+        return hashes
 
     def _count_cached(self, request: Any) -> int:
         """Blocks of the request's local prefix, as it stands on arrival."""
-        hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, self.block_size)
         count = 0
-        for content in hashes:
+        for content in self._own_hashes(request):
             if self._pool.get_cached_block(content, [0]) is None:
                 break
             count += 1

@@ -71,12 +71,18 @@ class QueueModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def free_without_content(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.in_use), unique=True, min_size=1))
+        unheld: list[int] = []
         for block in chosen:
             self.in_use.remove(block)
-            self.member.pop(block, None)
             self.pool.blocks[block].ref_cnt = 0
+            name = self.member.get(block)
+            if name is not None and self.groups[name].place is Place.HELD:
+                self.held[name].insert(0, block)
+            else:
+                self.member.pop(block, None)
+                unheld.append(block)
         self.queue.prepend_n([self.pool.blocks[block] for block in chosen])
-        self.first[:0] = chosen
+        self.first[:0] = unheld
 
     @precondition(lambda self: len(self.in_use) < BLOCKS)
     @rule(data=st.data())

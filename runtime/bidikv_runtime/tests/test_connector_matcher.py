@@ -69,7 +69,9 @@ class Rig:
         self.matcher = Matcher(ENGINE, settings, self.client, self.cost, self.stats)  # type: ignore[arg-type]
 
     def reader(self, tokens: int, hints: Hints | None = None) -> Reader:
-        return Reader("r", hints or Hints(), Reuse((self.source,)), COMPATIBILITY.digest(), tokens)
+        blocks = -(-tokens // SIZE) if hints and hints.prefilled_tokens else tokens // SIZE
+        contents = [content(position) for position in range(blocks)]
+        return Reader("r", hints or Hints(), Reuse((self.source,)), COMPATIBILITY.digest(), contents, tokens)
 
     def close(self) -> None:
         self.client.close()
@@ -84,15 +86,11 @@ def rigs() -> Iterator[list[Rig]]:
         rig.close()
 
 
-def hashes(count: int) -> list[bytes]:
-    return [content(position) for position in range(count)]
-
-
 def test_a_match_is_read_and_counted(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10))
     reader = rig.reader(tokens=12 * SIZE, hints=Hints(handover=True))
-    rig.matcher.ask(reader, hashes(12), local=2)
-    assert rig.matcher.match(reader, hashes(12), local=2) == 8 * SIZE
+    rig.matcher.ask(reader, local=2)
+    assert rig.matcher.match(reader, local=2) == 8 * SIZE
     assert rig.cost.asked == [([(str(rig.source), 8000, 4)], 2 * SIZE, 8 * SIZE, False)]
     read = rig.matcher.begin_read(reader, 8 * SIZE)
     assert (read.first, read.parts[0].blocks) == (2, tuple(range(102, 110)))
@@ -102,7 +100,29 @@ def test_a_match_is_read_and_counted(rigs: list[Rig]) -> None:
     assert counts[contract.METRIC_REUSED_TOKENS, str(rig.source), contract.DIRECTION_FROM_DECODE] == 6 * SIZE
     assert counts[contract.METRIC_DISCARDED_TOKENS,] == 2 * SIZE
     assert len(rig.cost.outcomes) == 1
-    assert rig.matcher.match(reader, hashes(12), local=2) == 0  # once is enough
+    assert rig.matcher.match(reader, local=2) == 0  # once is enough
+
+
+def test_a_decode_leg_reads_the_partly_filled_last_block(rigs: list[Rig]) -> None:
+    """vLLM then computes the last token again: it needs its output."""
+    tokens = 9 * SIZE + 5
+    rigs.append(rig := Rig(published=10))
+    reader = rig.reader(tokens, hints=Hints(prefilled_tokens=tokens))
+    rig.matcher.ask(reader, local=2)
+    assert rig.matcher.match(reader, local=2) == 7 * SIZE + 5
+    assert rig.matcher.begin_read(reader, 7 * SIZE + 5).parts[0].blocks == tuple(range(102, 110))
+    rig.matcher.end_read(reader, reused=7 * SIZE + 5, failed_sources=frozenset())
+    counts = rig.stats.counts
+    assert counts[contract.METRIC_REUSED_TOKENS, str(rig.source), contract.DIRECTION_FROM_PREFILL] == 7 * SIZE + 5
+    assert (contract.METRIC_DISCARDED_TOKENS,) not in counts
+
+
+def test_without_the_last_block_the_full_ones_are_read(rigs: list[Rig]) -> None:
+    tokens = 9 * SIZE + 5
+    rigs.append(rig := Rig(published=9))
+    reader = rig.reader(tokens, hints=Hints(prefilled_tokens=tokens))
+    rig.matcher.ask(reader, local=0)
+    assert rig.matcher.match(reader, local=0) == 9 * SIZE
 
 
 def test_an_engine_that_runs_others_is_busy(rigs: list[Rig]) -> None:
@@ -110,24 +130,24 @@ def test_an_engine_that_runs_others_is_busy(rigs: list[Rig]) -> None:
     for running, busy in ((["r"], False), (["r", "other"], True), ([], False)):
         rig.matcher.begin_step(running)
         reader = rig.reader(tokens=12 * SIZE)
-        rig.matcher.ask(reader, hashes(12), local=0)
-        rig.matcher.match(reader, hashes(12), local=0)
+        rig.matcher.ask(reader, local=0)
+        rig.matcher.match(reader, local=0)
         assert rig.cost.asked[-1][-1] is busy
 
 
 def test_one_token_is_left_to_compute(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10))
     reader = rig.reader(tokens=10 * SIZE)
-    rig.matcher.ask(reader, hashes(10), local=0)
-    assert rig.matcher.match(reader, hashes(10), local=0) == 9 * SIZE
+    rig.matcher.ask(reader, local=0)
+    assert rig.matcher.match(reader, local=0) == 9 * SIZE
 
 
 def test_the_local_prefix_may_change_between_question_and_match(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10))
     reader = rig.reader(tokens=12 * SIZE)
-    rig.matcher.ask(reader, hashes(12), local=4)
-    assert rig.matcher.match(reader, hashes(12), local=6) == 4 * SIZE
-    assert rig.matcher.match(reader, hashes(12), local=1) == 9 * SIZE  # asked again
+    rig.matcher.ask(reader, local=4)
+    assert rig.matcher.match(reader, local=6) == 4 * SIZE
+    assert rig.matcher.match(reader, local=1) == 9 * SIZE  # asked again
     assert rig.matcher.begin_read(reader, 9 * SIZE).parts[0].blocks == tuple(range(101, 110))
 
 
@@ -135,29 +155,29 @@ def test_a_request_that_has_waited_for_long_asks_again(rigs: list[Rig]) -> None:
     """Its answers came long ago, and nobody has looked at them."""
     rigs.append(rig := Rig(published=10))
     reader = rig.reader(tokens=12 * SIZE)
-    rig.matcher.ask(reader, hashes(12), local=0)
+    rig.matcher.ask(reader, local=0)
     rig.client.wait(reader.reuse.questions, 5.0)
     rig.index.unpublish(range(104, 110))
     reader.reuse.started -= ANSWER_LIFE + 1
-    assert rig.matcher.match(reader, hashes(12), local=0) == 4 * SIZE
+    assert rig.matcher.match(reader, local=0) == 4 * SIZE
     assert reader.reuse.lookups == 2
 
 
 def test_little_is_not_asked_for(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10))
     reader = rig.reader(tokens=2 * SIZE)
-    rig.matcher.ask(reader, hashes(2), local=1)
+    rig.matcher.ask(reader, local=1)
     assert reader.reuse.phase is Phase.SETTLED
-    assert rig.matcher.match(reader, hashes(2), local=1) == 0
+    assert rig.matcher.match(reader, local=1) == 0
     assert not rig.stats.counts
 
 
 def test_what_is_cheaper_to_compute_is_computed(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10, cost=Cost("recompute")))
     reader = rig.reader(tokens=12 * SIZE)
-    rig.matcher.ask(reader, hashes(12), local=0)
-    assert rig.matcher.match(reader, hashes(12), local=0) == 0
-    assert rig.matcher.match(reader, hashes(12), local=0) == 0
+    rig.matcher.ask(reader, local=0)
+    assert rig.matcher.match(reader, local=0) == 0
+    assert rig.matcher.match(reader, local=0) == 0
     assert len(rig.cost.asked) == 1
     rig.matcher.computed(reader, 9 * SIZE)
     assert not rig.cost.outcomes
@@ -169,8 +189,8 @@ def test_what_is_cheaper_to_compute_is_computed(rigs: list[Rig]) -> None:
 def test_a_decode_leg_reads_whatever_the_cost(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10, cost=Cost("recompute")))
     reader = rig.reader(tokens=12 * SIZE, hints=Hints(prefilled_tokens=12 * SIZE))
-    rig.matcher.ask(reader, hashes(12), local=0)
-    assert rig.matcher.match(reader, hashes(12), local=0) == 10 * SIZE
+    rig.matcher.ask(reader, local=0)
+    assert rig.matcher.match(reader, local=0) == 10 * SIZE
     assert not rig.cost.asked
 
 
@@ -179,10 +199,10 @@ def test_waiting_in_place_has_one_budget_for_all_requests_of_a_step(rigs: list[R
     rig.server.stop()
     readers = [rig.reader(tokens=12 * SIZE) for _ in range(20)]
     for reader in readers:
-        rig.matcher.ask(reader, hashes(12), local=0)
+        rig.matcher.ask(reader, local=0)
     for _ in range(2):
         began = time.monotonic()
-        assert [rig.matcher.match(reader, hashes(12), local=0) for reader in readers] == [None] * 20
+        assert [rig.matcher.match(reader, local=0) for reader in readers] == [None] * 20
         assert rig.stats.counts[contract.METRIC_LOOKUP_WAIT_SECONDS,] <= 2
         assert time.monotonic() - began >= 0.04
         rig.matcher.begin_step([])
@@ -191,11 +211,11 @@ def test_waiting_in_place_has_one_budget_for_all_requests_of_a_step(rigs: list[R
 def test_a_source_whose_read_failed_is_left_alone(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10))
     reader = rig.reader(tokens=12 * SIZE)
-    rig.matcher.ask(reader, hashes(12), local=0)
-    assert rig.matcher.match(reader, hashes(12), local=0) == 10 * SIZE
+    rig.matcher.ask(reader, local=0)
+    assert rig.matcher.match(reader, local=0) == 10 * SIZE
     rig.matcher.begin_read(reader, 10 * SIZE)
     rig.matcher.end_read(reader, reused=0, failed_sources=frozenset([rig.source]))
     again = rig.reader(tokens=12 * SIZE)
-    rig.matcher.ask(again, hashes(12), local=0)
-    assert rig.matcher.match(again, hashes(12), local=0) == 0
+    rig.matcher.ask(again, local=0)
+    assert rig.matcher.match(again, local=0) == 0
     assert rig.stats.counts[contract.METRIC_LOOKUPS, "silent"] == 1
