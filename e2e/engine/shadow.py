@@ -521,8 +521,9 @@ class ShadowEngine:
         local = [block for part in parts for block in part.local]
         for number, block in enumerate(local[:valid]):
             start = (first + number) * BLOCK
-            expected = contents[start : start + BLOCK]
-            assert self.memory[block] == expected, f"{request_id} accepts block {first + number} with foreign KV"
+            expected = contents[start : start + BLOCK]  # the last block may be filled in part
+            right = self.memory[block][: len(expected)] == expected
+            assert right, f"{request_id} accepts block {first + number} with foreign KV"
         self.accepted += valid
         self.rejected += len(local) - valid
 

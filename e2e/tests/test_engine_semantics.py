@@ -181,19 +181,20 @@ async def s(speculating: LocalEngine) -> AsyncIterator[EngineClient]:
 
 async def test_drafts_do_not_show_in_what_is_published(deployment: Deployment, s: EngineClient) -> None:
     """vLLM counts accepted drafts beyond a request's end as computed."""
-    messages: list[Message] = [
-        {"role": "user", "content": text("drafts", 40) * 15}
-    ]  # repeats itself: drafts are proposed
+    repetitive = text("drafts", 40) * 15  # drafts come from repetitions
+    messages: list[Message] = [{"role": "user", "content": repetitive}]
     for number in range(3):
         [answer] = await s.chat(messages, max_tokens=61 + number)
         [expected] = await deployment.m.chat(messages, max_tokens=61 + number)
         assert_same(answer, expected)
         messages = [*messages, assistant(answer), user(f"after drafts {number}", 70)]
+        computed = len(await s.tokenize(messages[:-2])) + len(answer.tokens) - 1
+        await eventually(deployment.p.reset_prefix_cache, "P to reset its prefix cache")
         before = await deployment.reused(deployment.p)
         [read] = await deployment.p.chat(messages, max_tokens=OUTPUT_TOKENS, sources=[s.engine.source])
         [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
         assert_same(read, expected)
-        assert await deployment.reused(deployment.p) > before
+        assert await deployment.reused(deployment.p) - before == whole_blocks(computed)
     assert (await s.metrics()).value("vllm:spec_decode_num_draft_tokens_total") > 0
 
 

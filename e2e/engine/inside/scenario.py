@@ -50,10 +50,13 @@ class Scenario:
             for name in ("left", "right")
         ]
         self.histories: list[Prompt] = []
+        self.prefilled: dict[str, list[Prompt]] = {}
+        """Prompts that an engine has computed and another one is to decode, by engine."""
 
     def run(self, source_of_chance: random.Random, actions: int) -> None:
         self.random = source_of_chance
         self.histories = [Prompt(tuple((7 * i + j) % VOCABULARY for j in range(24))) for i in range(2)]
+        self.prefilled = {engine.name: [] for engine in self.pair}
         if self.weights_change:
             self.change_weights(self.pair)
         for _ in range(actions):
@@ -74,8 +77,10 @@ class Scenario:
             engine.reset(running=chance.randrange(3) == 0)  # vLLM's engine core takes no calls within a step
         elif kind == 2 and self.weights_change and chance.randrange(6) == 0:
             self.change_weights([engine] if chance.randrange(4) == 0 else self.pair)
-        elif kind <= 5 and len(live) < 5:
+        elif kind <= 4 and len(live) < 5:
             self.send(engine)
+        elif kind == 5 and len(live) < 5:
+            self.decode(engine)
         elif kind <= 11 and engine.reads:
             self.read(engine, chance.choice(list(engine.reads)))
         elif kind == 12 and engine.abandoned:
@@ -101,19 +106,28 @@ class Scenario:
         if chance.randrange(2):
             hints[contract.SESSION_PARAM] = f"session-{chance.randrange(3)}"
             hints[contract.EXPECT_PARAM] = chance.choice([contract.EXPECT_RETURN, contract.EXPECT_OVER])
-        if chance.randrange(4) == 0:
+        prefill = chance.randrange(3) == 0
+        if prefill:
             hints[contract.HANDOVER_PARAM] = True
-        if chance.randrange(8) == 0:
+        elif chance.randrange(8) == 0:
             hints[contract.PREFILLED_PARAM] = chance.randrange(2 * len(prompt.tokens))
         for _ in range(2 if chance.randrange(6) == 0 else 1):  # two choices of one request are two requests to vLLM
             engine.send(
                 prompt,
-                chance.randrange(1, 13),
+                1 if prefill else chance.randrange(1, 13),
                 [other.source for other in self.pair if other is not engine],
                 prompt_logprobs=chance.randrange(10) == 0,
                 priority=chance.randrange(3),
                 parameters=hints,
             )
+
+    def decode(self, engine: ShadowEngine) -> None:
+        """The second leg of a request whose prompt another engine has computed."""
+        for other in self.pair:
+            if other is not engine and self.prefilled[other.name]:
+                prompt = self.prefilled[other.name].pop()
+                hints = {contract.PREFILLED_PARAM: len(prompt.tokens)}
+                engine.send(prompt, self.random.randrange(1, 13), [other.source], parameters=hints)
 
     def change_weights(self, changing: Sequence[ShadowEngine]) -> None:
         """Of all engines, to the same, or of one, to weights without a name."""
@@ -152,6 +166,8 @@ class Scenario:
         for turn in list(engine.turns.values()):
             if turn.finished and turn.answer:
                 self.judge(turn)
+                if (turn.request.kv_transfer_params or {}).get(contract.HANDOVER_PARAM):
+                    self.prefilled[engine.name].append(turn.prompt)
                 self.histories = [*self.histories[-5:], turn.prompt.followed_by(turn.answer)]
                 del engine.turns[turn.request.request_id]
 

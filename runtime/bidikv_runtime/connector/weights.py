@@ -19,7 +19,10 @@ from typing import Any, Final
 
 HARMLESS_CALLS: Final = frozenset(
     {
+        "checkpoint_prepare",
+        "checkpoint_restore",
         "compute_weight_checksums",
+        "get_model_inspection",
         "init_weight_transfer_engine",
         "shutdown_weight_transfer_engine",
         "synchronize_device",
