@@ -169,6 +169,14 @@ class EngineClient:
         async with self._session.get("/metrics") as response:
             return Metrics(await response.text())
 
+    async def collective_rpc(self, method: str) -> list[Any]:
+        """What the method of that name of each worker returns."""
+        assert self._session is not None, "use the client as a context manager"
+        async with self._session.post("/collective_rpc", json={"method": method}) as response:
+            response.raise_for_status()
+            results: list[Any] = (await response.json())["results"]
+            return results
+
     async def reset_prefix_cache(self, *, running: bool = False) -> bool:
         """Empty the engine's prefix cache; whether it did (it refuses while blocks are in use).
 
