@@ -12,7 +12,8 @@ import pytest
 
 from e2e.install import ROOT
 
-READMES = sorted(path for path in ROOT.glob("*/README.md") if not path.parent.name.startswith("."))
+FOLDERS = ("operator", "runtime", "crds", "charts", "e2e")
+READMES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md"))
 ROW = re.compile(r"^\|[^|]*\|(?P<where>.*)\|\s*$")
 PATH = re.compile(r"`([\w./*-]+)`")
 
@@ -26,14 +27,14 @@ def paths_in_tables(readme: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["operator", "runtime", "crds", "charts", "e2e"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_top_folder_has_a_map(folder: str) -> None:
     readme = ROOT / folder / "README.md"
     assert readme.exists(), f"{folder}/README.md is missing"
     assert paths_in_tables(readme), f"{folder}/README.md has no table 'to change X, edit Y'"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda p: p.parent.name)
+@pytest.mark.parametrize("readme", READMES, ids=lambda p: str(p.parent.relative_to(ROOT)))
 def test_paths_named_in_the_maps_exist(readme: Path) -> None:
     missing = [p for p in paths_in_tables(readme) if not list(readme.parent.glob(p)) and not list(ROOT.glob(p))]
     assert not missing, f"{readme.relative_to(ROOT)} names {missing}, which do not exist"
