@@ -20,7 +20,7 @@ from typing import Final
 
 PACKAGE: Final = Path(__file__).resolve().parent
 PARTS: Final = ("__init__.py", "contract.py", "connector")
-SKIPPED: Final = shutil.ignore_patterns("tests", "__pycache__", "*.pyc")
+SKIPPED: Final = shutil.ignore_patterns("tests", "__pycache__", "*.pyc", "*.md")
 
 
 def install(target: Path, package: Path = PACKAGE) -> Path:
