@@ -28,6 +28,8 @@ from e2e.engine.local import BLOCK_SIZE, LocalEngine
 
 POOL_BLOCKS = 160
 OUTPUT_TOKENS = 16
+PULL = {"bidikv_cost_model": "AlwaysPull"}
+"""What is read depends on the protocol alone, not on how fast this machine happens to be."""
 TOKEN = "token-of-all-engines"
 TOLERANCE = 1e-3
 """Of log-probabilities in float32. KV that one engine decoded and another prefilled differs by up to 6e-5."""
@@ -196,8 +198,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loca
             connector_module="e2e.engine.faulty_connector",
             arguments=room,
             environment=authenticated | {FAULTS_FILE: str(logs / "faults.json")},
+            settings=PULL,
         ),
-        "D": LocalEngine("D", logs / "D.log", arguments=room, environment=authenticated),
+        "D": LocalEngine("D", logs / "D.log", arguments=room, environment=authenticated, settings=PULL),
         "M": LocalEngine("M", logs / "M.log", connector_module=None, arguments=("--max-model-len", "4096")),
     }
     try:
