@@ -1,4 +1,4 @@
-"""The connector hears of every change of weights that vLLM's engine core is asked for."""
+"""The connector hears of every change of weights, and of memory, that vLLM's engine core is asked for."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_call_that_fails_may_have_changed_weights() -> None:
 def test_every_kind_of_engine_core_is_watched_and_keeps_its_signatures() -> None:
     end = watch_weights(EngineCore, lambda: None, lambda name: None)
     end()
-    for name in ("collective_rpc", "set_weight_version"):
+    for name in ("collective_rpc", "set_weight_version", "sleep"):
         for kind in (EngineCoreProc, DPEngineCoreProc):
             assert getattr(kind, name) is getattr(EngineCore, name)
     # vLLM converts the arguments of such calls by these.
@@ -80,10 +80,7 @@ def test_publications_end_with_the_weights() -> None:
     engine = ShadowEngine("only", {}, Weights())
     try:
         engine.send(Prompt(tuple(range(9))), 1)
-        while not engine.idle:
-            engine.schedule()
-            engine.execute()
-            engine.process()
+        work(engine)
         assert len(engine.index) == 2
         served = engine.connector.connector_scheduler.describe()["compatibility"]["weights"]
         core = build_core()
@@ -96,3 +93,29 @@ def test_publications_end_with_the_weights() -> None:
         assert served != engine.connector.connector_scheduler.describe()["compatibility"]["weights"] == "step 7"
     finally:
         engine.stop()
+
+
+def test_readers_hear_that_memory_was_registered_anew() -> None:
+    """As after a sleep in vLLM 0.33, whose scheduler side counts registrations; 0.32 has no such count."""
+    source, reader = ShadowEngine("source", engines := {}, Weights()), ShadowEngine("reader", engines, Weights())
+    try:
+        prompt = Prompt(tuple(range(18)))
+        source.send(prompt, 1)
+        work(source)
+        side = source.connector.connector_scheduler
+        side._registration_generation = 3
+        side.set_xfer_handshake_metadata({})
+        reader.send(prompt, 1, [source.source])
+        reader.schedule()
+        [read] = next(iter(reader.connector.connector_scheduler._readers.values())).reuse.read.parts
+        assert read.peer.registration == 3
+    finally:
+        source.stop()
+        reader.stop()
+
+
+def work(engine: ShadowEngine) -> None:
+    while not engine.idle:
+        engine.schedule()
+        engine.execute()
+        engine.process()

@@ -126,6 +126,10 @@ class LookupServer:
         """Answer only readers equal to this from now on."""
         self._compatibility = compatibility
 
+    def replace_peer(self, peer: wire.Peer) -> None:
+        """Name this to readers from now on."""
+        self._peer = peer
+
     def take_read_blocks(self) -> list[int]:
         """Blocks that readers have validated since the last call; called by the scheduler.
 

@@ -112,7 +112,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._server = LookupServer(
             self.index,
             self._compatibility,
-            wire.Peer(engine_id, self.side_channel_host, self.side_channel_port, self.transfer_tp_size),
+            self._build_peer(),
             settings.lookup_host,
             settings.lookup_port + data_parallel_index,
             logger,
@@ -136,6 +136,11 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._pool = pool
         self._publisher.bind(pool)
         self._retention = Retention(eviction.install(pool), self.settings, self.block_size, self._cost.estimate_prefill)
+
+    def set_xfer_handshake_metadata(self, metadata: Any) -> None:
+        """The workers have registered their memory: at the start and, since vLLM 0.33, anew after each sleep."""
+        super().set_xfer_handshake_metadata(metadata)
+        self._server.replace_peer(self._build_peer())
 
     def clear_publications(self) -> None:
         """Weights or cache changed: forget what is published and found, and publish nothing of what began before."""
@@ -275,6 +280,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                         "remote_host": part.peer.host,
                         "remote_port": part.peer.port,
                         "tp_size": part.peer.tensor_parallel_size,
+                        "remote_registration_generation": part.peer.registration,  # since vLLM 0.33
                     },
                     local_num_computed_blocks=(read.first + part.offset,),
                     awaiting_kvs=True,
@@ -355,6 +361,12 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         }
 
     # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _build_peer(self) -> wire.Peer:
+        registration = getattr(self, "_registration_generation", 0)  # since vLLM 0.33
+        return wire.Peer(
+            self.engine_id, self.side_channel_host, self.side_channel_port, self.transfer_tp_size, registration
+        )
 
     def _take_report(self, report: WorkerReport) -> None:
         for read in report.reads:

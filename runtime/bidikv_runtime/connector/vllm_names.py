@@ -32,6 +32,8 @@ vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler
     NixlPullConnectorScheduler                    keeps the handshake listener
 vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler NixlBaseConnectorScheduler
     __init__(vllm_config, engine_id, kv_cache_config)  our scheduler side calls it
+    set_xfer_handshake_metadata(metadata)         the workers have registered their memory, maybe anew
+    transfer_tp_size                              named to readers in every answer
     side_channel_host                             named to readers in every answer
     side_channel_port                             named to readers in every answer
     block_size                                    tokens per block
@@ -137,6 +139,7 @@ vllm.v1.core.sched.scheduler Scheduler
     _update_waiting_for_remote_kv(request)        caches what a read brought, recomputes the rest
 vllm.v1.engine.core EngineCore
     collective_rpc(method, timeout, args, kwargs)  calls that may change weights
+    sleep(level)                                  discards the weights from level 2 on
     set_weight_version(weight_version)            names new weights
 vllm.config.speculative SpeculativeConfig
     uses_draft_kv_cache()                         whose KV lies in the blocks

@@ -29,6 +29,8 @@ HARMLESS_CALLS: Final = frozenset(
     }
 )
 """Worker methods that change no weights. A function object is never taken for harmless."""
+WEIGHTS_ARE_LOST: Final = 2
+"""From this level of sleep on the weights are discarded; at level 1 they come back as they were."""
 _WATCHERS: Final = "_bidikv_weight_watchers"
 
 
@@ -65,7 +67,11 @@ def watch_weights(core: Any, on_change: Callable[[], None], on_name: Callable[[s
 
 
 def _wrap(core: Any, watchers: Sequence[tuple[Callable[[], None], Callable[[str], None]]]) -> None:
-    call, name = core.collective_rpc, core.set_weight_version
+    call, name, fall_asleep = core.collective_rpc, core.set_weight_version, core.sleep
+
+    def changed() -> None:
+        for on_change, _ in list(watchers):
+            on_change()
 
     @functools.wraps(call)
     def collective_rpc(self: Any, method: Any, *arguments: Any, **options: Any) -> Any:
@@ -73,8 +79,7 @@ def _wrap(core: Any, watchers: Sequence[tuple[Callable[[], None], Callable[[str]
             return call(self, method, *arguments, **options)
         finally:
             if not (isinstance(method, str) and method in HARMLESS_CALLS):
-                for on_change, _ in list(watchers):
-                    on_change()
+                changed()
 
     @functools.wraps(name)
     def set_weight_version(self: Any, weight_version: str) -> None:
@@ -82,7 +87,15 @@ def _wrap(core: Any, watchers: Sequence[tuple[Callable[[], None], Callable[[str]
         for _, on_name in list(watchers):
             on_name(weight_version)
 
-    core.collective_rpc, core.set_weight_version = collective_rpc, set_weight_version
+    @functools.wraps(fall_asleep)
+    def sleep(self: Any, level: int = 1, *arguments: Any, **options: Any) -> Any:
+        try:
+            return fall_asleep(self, level, *arguments, **options)
+        finally:
+            if level >= WEIGHTS_ARE_LOST:
+                changed()
+
+    core.collective_rpc, core.set_weight_version, core.sleep = collective_rpc, set_weight_version, sleep
 
 
 class StaleBlocks:

@@ -62,6 +62,8 @@ class Peer(msgspec.Struct, array_like=True, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
     """NIXL side channel, for the handshake."""
     tensor_parallel_size: ParallelSize
+    registration: Whole = 0
+    """How often its memory was registered: after a sleep (vLLM 0.33) readers have to shake hands again."""
 
 
 class Run(msgspec.Struct, array_like=True, frozen=True):

@@ -88,7 +88,22 @@ def build_core() -> Any:
         def set_weight_version(self, weight_version: str) -> None:
             self.version = weight_version
 
+        def sleep(self, level: int = 1, mode: str = "abort") -> str:
+            return f"{level} {mode}"
+
     return Core
+
+
+def test_a_sleep_that_discards_the_weights_is_a_change() -> None:
+    core, seen = build_core(), []
+    end = watch_weights(core, lambda: seen.append("change"), lambda name: None)
+    assert core().sleep() == "1 abort"
+    assert core().sleep(1, mode="keep") == "1 keep"
+    assert seen == []
+    assert core().sleep(level=2) == "2 abort"
+    assert core().sleep(2, "wait") == "2 wait"
+    assert seen == ["change"] * 2
+    end()
 
 
 def test_watchers_hear_of_changes_and_names_until_they_end() -> None:
