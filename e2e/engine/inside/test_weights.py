@@ -97,7 +97,8 @@ def test_publications_end_with_the_weights() -> None:
 
 def test_readers_hear_that_memory_was_registered_anew() -> None:
     """As after a sleep in vLLM 0.33, whose scheduler side counts registrations; 0.32 has no such count."""
-    source, reader = ShadowEngine("source", engines := {}, Weights()), ShadowEngine("reader", engines, Weights())
+    engines: dict[str, ShadowEngine] = {}
+    source, reader = (ShadowEngine(name, engines, Weights()) for name in ("source", "reader"))
     try:
         prompt = Prompt(tuple(range(18)))
         source.send(prompt, 1)
