@@ -31,7 +31,7 @@ def compute_tail_hash(
     """
     full = tokens // block_size
     start = full * block_size
-    if start == tokens or not full:
+    if start == tokens or not 0 < full <= len(hashes):  # vLLM 0.33 may hash a block only with tokens after it
         return None
     extra_keys, _ = generate_block_hash_extra_keys(request, start, tokens, 0)
     return bytes(hash_block_tokens(hash_function, hashes[full - 1], request.all_token_ids[start:tokens], extra_keys))

@@ -113,7 +113,11 @@ vllm.v1.core.kv_cache_utils KVCacheBlock
     ref_cnt                                       whether a block is free
     block_id                                      names a block
 vllm.v1.core.kv_cache_utils
+    generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)  part of a tail's hash
+    hash_block_tokens(hash_function, parent_block_hash, curr_block_token_ids, extra_keys)  hashes a prompt's tail
     resolve_block_hashes(block_hashes, hash_block_size, block_size)  block hashes for our block size
+vllm.utils.hashing
+    get_hash_fn_by_name(hash_fn_name)             hashes a prompt's tail
 vllm.v1.request Request
     num_computed_tokens                           what was scheduled
     num_in_flight_tokens                          of it, what steps have not ended yet
