@@ -19,10 +19,13 @@ PATH = re.compile(r"`([\w./*-]+)`")
 
 
 def paths_in_tables(readme: Path) -> list[str]:
-    """Everything in code marks in the last columns of a README's tables that looks like a path."""
+    """What looks like a path in the last column of a README's tables "to change X, edit Y"."""
     found: list[str] = []
+    in_map = False
     for line in readme.read_text().splitlines():
-        if row := ROW.match(line):
+        row = ROW.match(line)
+        in_map = row is not None and (in_map or line.startswith("| To change"))
+        if row and in_map:
             found += [p for p in PATH.findall(row["where"]) if "/" in p or p.endswith((".py", ".yaml", ".json", ".go"))]
     return found
 
