@@ -57,25 +57,24 @@ async def prompt_with_one_token_over(client: EngineClient, seed: str, blocks: in
     return [{"role": "user", "content": text(seed, blocks * BLOCK + 1 - frame)}]
 
 
-@pytest.mark.parametrize(("source", "reader"), [(2, 1), (1, 2)])
-async def test_every_rank_of_the_reader_holds_the_kv_of_its_source(
-    engines: dict[int, LocalEngine], source: int, reader: int
-) -> None:
+async def test_every_rank_of_a_reader_holds_the_kv_of_its_source(engines: dict[int, LocalEngine]) -> None:
+    """Both ways. A block is the same at both engines only if it was read: vLLM on CPU computes other KV with two ranks
+    than with one (measured: off by 1.8 in the second layer)."""
     async with AsyncExitStack() as stack:
-        holding = await stack.enter_async_context(EngineClient(engines[source]))
-        reading = await stack.enter_async_context(EngineClient(engines[reader]))
-        messages = await prompt_with_one_token_over(holding, f"from {source} to {reader}", 30)
-        await holding.chat(messages, max_tokens=1)
-        computed = [set(rank) for rank in await holding.collective_rpc("kv_digests")]
-        before = [set(rank) for rank in await reading.collective_rpc("kv_digests")]
-        await reading.chat(messages, max_tokens=1, sources=[holding.engine.source])
-        read = [set(rank) for rank in await reading.collective_rpc("kv_digests")]
-        assert (len(computed), len(read)) == (source, reader)
-        for had, has in zip(before, read, strict=True):
-            assert len((has - had) & computed[0]) == 30
-        metrics = await reading.metrics()
-        assert metrics.value(contract.METRIC_REUSED_TOKENS) == 30 * BLOCK
-        assert metrics.value(contract.METRIC_VALIDATE_SECONDS + "_count") == reader
+        clients = {size: await stack.enter_async_context(EngineClient(engine)) for size, engine in engines.items()}
+        for source, reader in ((2, 1), (1, 2)):
+            messages = await prompt_with_one_token_over(clients[source], f"from {source} to {reader}", 30)
+            await clients[source].chat(messages, max_tokens=1)
+            await clients[reader].chat(messages, max_tokens=1, sources=[engines[source].source])
+            metrics = await clients[reader].metrics()
+            assert metrics.value(contract.METRIC_REUSED_TOKENS) == 30 * BLOCK
+            assert metrics.value(contract.METRIC_VALIDATE_SECONDS + "_count") == reader
+        # Not before: after such a call an engine shares no KV, its weights may be others.
+        [alone] = await clients[1].collective_rpc("kv_digests")
+        ranks = await clients[2].collective_rpc("kv_digests")
+        assert len(ranks) == 2
+        for rank in ranks:
+            assert len(set(rank) & set(alone)) == 60
 
 
 async def test_without_a_prefix_cache_the_engine_ends_with_one_sentence(tmp_path: Path) -> None:
