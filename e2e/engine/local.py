@@ -52,15 +52,22 @@ class EngineError(RuntimeError):
     """An engine did not start or did not become ready."""
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that was free a moment ago, and that no outgoing connection takes: those have ports from 32768 on."""
+    """A port that was free a moment ago, that this process has not given out before, and that no outgoing connection
+    takes: those have ports from 32768 on."""
     while True:
         port = random.SystemRandom().randrange(15_000, 30_000)
+        if port in _given:
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind((HOST, port))
             except OSError:
                 continue
+            _given.add(port)
             return port
 
 

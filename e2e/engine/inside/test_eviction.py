@@ -42,7 +42,9 @@ class Driver:
             count = number % 7
             if count > pool.get_num_free_blocks():
                 return "full"
-            blocks = pool.get_new_blocks(count)
+            before = len(self.reused)
+            blocks = sorted(pool.get_new_blocks(count), key=lambda block: block.block_id)  # the tiered queue sorts
+            self.reused[before:] = sorted(self.reused[before:])
             for block in blocks if cached else ():
                 self.names += 1
                 name = make_block_hash_with_group_id(BlockHash(self.names.to_bytes(8, "big")), 0)
@@ -111,7 +113,7 @@ def test_held_blocks_stay_cached_until_nothing_else_is_left() -> None:
     assert all(driver.pool.blocks[block].block_hash is not None for block in held)
     assert driver.pool.get_num_free_blocks() == len(held)
     last = driver.pool.get_new_blocks(len(held))
-    assert [block.block_id for block in last] == held[::-1]
+    assert [block.block_id for block in last] == sorted(held)
     assert all(block.block_hash is None for block in last)
 
 

@@ -370,7 +370,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
 
     def _take_report(self, report: WorkerReport) -> None:
         for read in report.reads:
-            self._cost.record_read(str(read.source), read.bytes, read.descriptors, read.seconds)
+            # Its end was noticed up to a step late; nothing is learnt from one that began and ended between two looks.
+            self._cost.record_read(str(read.source), read.bytes, read.descriptors, read.seconds - read.slack)
         for request_id, ranks in report.quarantined.items():
             if request_id in self._loading:
                 self._quarantine.hold(self._pool, request_id, self._loading[request_id][1], ranks)
