@@ -1,4 +1,4 @@
-"""The NIXL agent: two corrections around vLLM's own construction of it, and what vLLM's code sees of it afterwards.
+"""The NIXL agent: three corrections around vLLM's own construction of it, and what vLLM's code sees of it afterwards.
 
 Measured with NIXL 1.5.1 (its Python layer sets both values itself and offers no parameter for the first):
 
@@ -6,11 +6,14 @@ Measured with NIXL 1.5.1 (its Python layer sets both values itself and offers no
   waits on events: 0.015 of a core, and reads are no slower. Without the thread, a first read from an idle engine never
   completes.
 - Its synchronisation mode is "none", although vLLM calls the agent from its handshake thread and its main thread.
+
+Before the backend UCX is made, UCX is kept from ending this process when a reader's ends (``ucx_requests``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from bidikv_runtime.connector.coalesce import sort_pairs
+from bidikv_runtime.connector.ucx_requests import zero_requests
+
+logger = logging.getLogger("vllm.bidikv.agent")
 
 
 class BackendError(RuntimeError):
@@ -26,11 +32,12 @@ class BackendError(RuntimeError):
 
 
 class _Bindings:
-    """The binding module with another configuration class."""
+    """The binding module with another configuration class and another agent class."""
 
-    def __init__(self, bindings: Any, config_class: type) -> None:
+    def __init__(self, bindings: Any, config_class: type, agent_class: type) -> None:
         self._bindings = bindings
         self.nixlAgentConfig = config_class
+        self.nixlAgent = agent_class
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._bindings, name)
@@ -38,7 +45,7 @@ class _Bindings:
 
 @contextmanager
 def agent_settings(agent_class: Any, progress_delay_us: int) -> Iterator[None]:
-    """Agents built inside get the progress delay and strict synchronisation.
+    """Agents built inside get the progress delay, strict synchronisation, and a UCX that survives its readers.
 
     Args:
         agent_class: NIXL's ``nixl_agent``, in whose module the binding is replaced for the time being.
@@ -58,11 +65,34 @@ def agent_settings(agent_class: Any, progress_delay_us: int) -> Iterator[None]:
         (base,),
         {"pthrDelay": fixed("pthrDelay", progress_delay_us), "syncMode": fixed("syncMode", strict)},
     )
-    module.nixlBind = _Bindings(bindings, config_class)
+
+    def create_backend(agent: Any, backend: str, parameters: Any) -> Any:
+        if backend == "UCX" and (reason := _zero_requests(agent_class)) is not None:
+            logger.warning("A peer that ends while it reads from this engine may end it, too: %s", reason)
+        return bindings.nixlAgent.createBackend(agent, backend, parameters)
+
+    inner_class = type("nixlAgent", (bindings.nixlAgent,), {"createBackend": create_backend})
+    module.nixlBind = _Bindings(bindings, config_class, inner_class)
     try:
         yield
     finally:
         module.nixlBind = bindings
+
+
+def _find_plugin(agent_class: Any, backend: str) -> Path:
+    """Where NIXL looks for a backend."""
+    package = Path(str(sys.modules[agent_class.__module__].__file__)).parent
+    folder = Path(os.environ.get("NIXL_PLUGIN_DIR") or package.with_name(package.name + ".libs") / "nixl")
+    return folder / f"libplugin_{backend}.so"
+
+
+def _zero_requests(agent_class: Any) -> str | None:
+    """Correct the UCX that NIXL is about to use; why not, as one sentence, if that fails."""
+    try:
+        library = ctypes.CDLL(str(_find_plugin(agent_class, "UCX")))
+    except OSError as error:
+        return str(error)
+    return zero_requests(library)
 
 
 def explain_missing_backend(agent_class: Any, backends: Sequence[str]) -> str | None:
@@ -70,10 +100,8 @@ def explain_missing_backend(agent_class: Any, backends: Sequence[str]) -> str | 
 
     NIXL itself says ``NIXL_ERR_NOT_FOUND`` and no more, also when the plugin is there and a library it needs is not.
     """
-    package = Path(str(sys.modules[agent_class.__module__].__file__)).parent
-    folder = Path(os.environ.get("NIXL_PLUGIN_DIR") or package.with_name(package.name + ".libs") / "nixl")
     for backend in backends:
-        plugin = folder / f"libplugin_{backend}.so"
+        plugin = _find_plugin(agent_class, backend)
         if not plugin.exists():
             return f"NIXL's backend {backend} is not in this image ({plugin} is missing): use an image that has it"
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bidikv_runtime.connector import agent as agent_module
 from bidikv_runtime.connector.agent import ReadingAgent, agent_settings, explain_missing_backend
 
 
@@ -39,6 +40,12 @@ class Config:
 def agent_class(monkeypatch: pytest.MonkeyPatch) -> Any:
     bindings: Any = ModuleType("bindings")
     bindings.nixlAgentConfig, bindings.NIXL_THREAD_SYNC_STRICT, bindings.other = Config, "strict", "kept"
+
+    class InnerAgent:
+        def createBackend(self, backend: str, parameters: dict[str, str]) -> tuple[str, dict[str, str]]:
+            return backend, parameters
+
+    bindings.nixlAgent = InnerAgent
     module: Any = ModuleType("fake_nixl_api")
     module.nixlBind = bindings
     monkeypatch.setitem(sys.modules, "fake_nixl_api", module)
@@ -49,6 +56,7 @@ def agent_class(monkeypatch: pytest.MonkeyPatch) -> Any:
             self.config.pthrDelay = 0
             self.config.syncMode = "none"
             self.other = module.nixlBind.other
+            self.inner = module.nixlBind.nixlAgent()
 
     Agent.__module__ = "fake_nixl_api"
     return Agent
@@ -95,6 +103,36 @@ def test_a_backend_that_is_not_there_is_explained(agent_class: Any, plugins: Pat
 
 def test_backends_that_load_explain_nothing(agent_class: Any, plugins: Path) -> None:
     assert explain_missing_backend(agent_class, ["B"]) is None
+
+
+def test_ucx_is_corrected_before_its_backend_is_made(
+    agent_class: Any, plugins: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (plugins / "libplugin_UCX.so").symlink_to((plugins / "libplugin_B.so").readlink())
+    corrected: list[str] = []
+    monkeypatch.setattr(agent_module, "zero_requests", lambda library: corrected.append(library._name))
+    with agent_settings(agent_class, 5000):
+        agent = agent_class()
+    assert agent.inner.createBackend("LIBFABRIC", {}) == ("LIBFABRIC", {})
+    assert corrected == []
+    assert agent.inner.createBackend("UCX", {"a": "b"}) == ("UCX", {"a": "b"})
+    assert corrected == [str(plugins / "libplugin_UCX.so")]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("plugin", "reason"), [(None, "No such file"), ("libplugin_B.so", "this UCX has other symbols")]
+)
+def test_a_ucx_that_cannot_be_corrected_is_used_with_a_warning(
+    agent_class: Any, plugins: Path, caplog: pytest.LogCaptureFixture, plugin: str | None, reason: str
+) -> None:
+    if plugin is not None:
+        (plugins / "libplugin_UCX.so").symlink_to((plugins / plugin).readlink())
+    with agent_settings(agent_class, 5000):
+        agent = agent_class()
+    assert agent.inner.createBackend("UCX", {}) == ("UCX", {})
+    assert "A peer that ends while it reads from this engine may end it, too" in caplog.text
+    assert reason in caplog.text
 
 
 def test_transfers_are_sorted_and_carry_no_notification(monkeypatch: pytest.MonkeyPatch) -> None:
