@@ -24,7 +24,7 @@ from bidikv_runtime import contract
 from bidikv_runtime.connector.tokens import Tokens
 from e2e.engine.client import Completion, EngineClient, Message, logprob_distance
 from e2e.engine.faults import FAULTS_FILE, Faults, events_file
-from e2e.engine.local import BLOCK_SIZE, LocalEngine
+from e2e.engine.local import BLOCK_SIZE, LocalEngine, running
 
 POOL_BLOCKS = 160
 OUTPUT_TOKENS = 16
@@ -203,15 +203,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loca
         "D": LocalEngine("D", logs / "D.log", arguments=room, environment=authenticated, settings=PULL),
         "M": LocalEngine("M", logs / "M.log", connector_module=None, arguments=("--max-model-len", "4096")),
     }
-    try:
-        for engine in started.values():
-            engine.start()
-        for engine in started.values():
-            engine.wait_ready()
+    with running(started):
         yield started
-    finally:
-        for engine in started.values():
-            engine.stop()
 
 
 @pytest_asyncio.fixture

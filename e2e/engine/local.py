@@ -16,10 +16,11 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bidikv_runtime import contract
 from e2e.engine import turn
@@ -48,6 +49,9 @@ ENVIRONMENT = {
 }
 
 
+K = TypeVar("K")
+
+
 class EngineError(RuntimeError):
     """An engine did not start or did not become ready."""
 
@@ -69,6 +73,20 @@ def free_port() -> int:
                 continue
             _given.add(port)
             return port
+
+
+@contextmanager
+def running(engines: Mapping[K, LocalEngine]) -> Iterator[Mapping[K, LocalEngine]]:
+    """Engines that are ready within, all started at once, and stopped afterwards."""
+    try:
+        for engine in engines.values():
+            engine.start()
+        for engine in engines.values():
+            engine.wait_ready()
+        yield engines
+    finally:
+        for engine in engines.values():
+            engine.stop()
 
 
 @dataclass

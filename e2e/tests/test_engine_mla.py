@@ -15,7 +15,7 @@ import pytest
 from bidikv_runtime import contract
 from e2e.engine.client import EngineClient, Message
 from e2e.engine.fixtures import text
-from e2e.engine.local import EngineError, LocalEngine
+from e2e.engine.local import EngineError, LocalEngine, running
 from e2e.engine.provision import MLA_LINK
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
@@ -40,15 +40,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Loca
         )
         for size in (1, 2)
     }
-    try:
-        for engine in started.values():
-            engine.start()
-        for engine in started.values():
-            engine.wait_ready()
+    with running(started):
         yield started
-    finally:
-        for engine in started.values():
-            engine.stop()
 
 
 async def prompt_with_one_token_over(client: EngineClient, seed: str, blocks: int) -> list[Message]:

@@ -24,7 +24,7 @@ from bidikv_runtime.connector import wire
 from e2e.engine.client import Completion, EngineClient, Message
 from e2e.engine.faults import FAULTS_FILE, Faults, events_file
 from e2e.engine.fixtures import OUTPUT_TOKENS, assert_same, assistant, eventually, user, whole_blocks
-from e2e.engine.local import BLOCK_SIZE, HOST, LocalEngine
+from e2e.engine.local import BLOCK_SIZE, HOST, LocalEngine, running
 from e2e.engine.provision import TINY_LINK
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
@@ -133,15 +133,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loca
             "X", logs / "X.log", arguments=(*ROOM, "--data-parallel-size", "2"), model=TINY_LINK, settings=SETTINGS
         ),
     }
-    try:
-        for engine in started.values():
-            engine.start()
-        for engine in started.values():
-            engine.wait_ready()
+    with running(started):
         yield started
-    finally:
-        for engine in started.values():
-            engine.stop()
 
 
 @pytest_asyncio.fixture
