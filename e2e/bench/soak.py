@@ -105,8 +105,10 @@ class Soak:
         growth = {
             f"{name}#{life}": round(rate, 2)
             for life, ((name, _), points) in enumerate(self._resident.items())
-            if (rate := compute_growth(points)) is not None
+            if name != self.fleet.monolith.name and (rate := compute_growth(points)) is not None
         }
+        [undisturbed] = [points for (name, _), points in self._resident.items() if name == self.fleet.monolith.name]
+        baseline = round(compute_growth(undisturbed) or 0.0, 2)
         reused = self.counters.totals.get(contract.METRIC_REUSED_TOKENS, 0.0)
         return {
             "seed": self.seed,
@@ -117,7 +119,8 @@ class Soak:
             "counters": {name: round(value) for name, value in self.counters.totals.items()},
             "rest": [asdict(engine) for engine in rest],
             "growth": growth,
-            "faults": find_faults(self.tally, rest, growth, reused),
+            "growth_of_the_monolith": baseline,
+            "faults": find_faults(self.tally, rest, growth, baseline, reused),
         }
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -266,11 +269,13 @@ class Soak:
                 )
 
     async def _sample(self, began: float) -> None:
-        for engine in self.fleet.disturbed:
+        for engine in (*self.fleet.disturbed, self.fleet.monolith):
             if not self.fleet.is_up(engine):
                 continue
             points = self._resident.setdefault((engine.name, engine.process_group), [])
             points.append((time.monotonic() - began, observe_group(engine.process_group).resident_bytes))
+            if engine is self.fleet.monolith:
+                continue
             try:
                 async with asyncio.timeout(2.0):  # a frozen engine does not answer
                     self.counters.add(engine.name, await self.fleet.counters(engine, COUNTERS))

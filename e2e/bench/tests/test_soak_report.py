@@ -28,7 +28,8 @@ def good_tally(**changes: Any) -> Tally:
 
 def test_a_good_run_has_no_fault() -> None:
     assert (
-        find_faults(good_tally(ties=1, errors_while_down=Counter({"HTTP 500": 4})), [GOOD], {"D#0": 1.0}, 500.0) == []
+        find_faults(good_tally(ties=1, errors_while_down=Counter({"HTTP 500": 4})), [GOOD], {"D#0": 1.0}, 0.0, 500.0)
+        == []
     )
 
 
@@ -48,7 +49,7 @@ def test_a_good_run_has_no_fault() -> None:
     ],
 )
 def test_each_fault_is_named(tally: Tally, rest: Rest, growth: dict[str, float], reused: float, word: str) -> None:
-    [fault] = find_faults(tally, [rest], growth, reused)
+    [fault] = find_faults(tally, [rest], growth, 0.0, reused)
     assert word in fault
 
 
@@ -56,6 +57,12 @@ def test_slope_of_a_line_and_of_too_little() -> None:
     assert compute_slope([(0, 1.0), (1, 3.0), (2, 5.0)]) == pytest.approx(2.0)
     assert compute_slope([(1, 1.0)]) is None
     assert compute_slope([(1, 1.0), (1, 2.0)]) is None
+
+
+def test_an_engine_may_grow_as_the_monolith_does() -> None:
+    assert find_faults(good_tally(), [GOOD], {"D#0": 12.0}, 6.0, 1.0) == []
+    assert len(find_faults(good_tally(), [GOOD], {"D#0": 16.0}, 6.0, 1.0)) == 1
+    assert len(find_faults(good_tally(), [GOOD], {"D#0": 9.0}, -6.0, 1.0)) == 1
 
 
 def test_growth_ignores_the_warm_up_and_short_lives() -> None:
@@ -85,6 +92,7 @@ def test_summary_names_the_faults() -> None:
         "counters": {},
         "rest": [{"engine": "P", "leaked_blocks": 0}],
         "growth": {},
+        "growth_of_the_monolith": 0.5,
         "faults": ["nothing was reused"],
     }
     assert build_summary(result).endswith("FAULT: nothing was reused")
