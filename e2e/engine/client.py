@@ -92,8 +92,12 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> EngineClient:
+        # A connection for each request: vLLM closes an idle one after 5 s, which may cross with the next request.
         self._session = aiohttp.ClientSession(
-            self.engine.url, headers=self._headers, timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+            self.engine.url,
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+            connector=aiohttp.TCPConnector(force_close=True),
         )
         return self
 
