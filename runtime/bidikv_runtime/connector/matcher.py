@@ -21,7 +21,6 @@ from bidikv_runtime.connector.hints import Hints
 from bidikv_runtime.connector.lookup_client import LookupClient
 from bidikv_runtime.connector.reuse import Phase, Read, Reuse
 from bidikv_runtime.connector.settings import Settings
-from bidikv_runtime.connector.sources import Source
 
 logger = logging.getLogger("vllm.bidikv.matcher")
 
@@ -130,7 +129,7 @@ class Matcher:
         reader.admitted_at, reader.expected = time.monotonic(), tokens
         return reader.reuse.begin_read(-(-tokens // self._engine.block_size))
 
-    def end_read(self, reader: Reader, reused: int, failed_sources: frozenset[Source]) -> None:
+    def end_read(self, reader: Reader, reused: int) -> None:
         """The read has ended in every rank and ``reused`` of its tokens are valid."""
         read, size = reader.reuse.read, self._engine.block_size
         assert read is not None
@@ -140,9 +139,7 @@ class Matcher:
             tokens = min(len(part.blocks) * size, reused - before)
             if tokens > 0:
                 self._stats.record(contract.METRIC_REUSED_TOKENS, tokens, str(part.source), reader.hints.direction)
-            if part.source in failed_sources:
-                self._client.avoid(part.source)  # it would cost the next request as much
-            elif tokens == min(len(part.blocks) * size, reader.expected - before):
+            if tokens == min(len(part.blocks) * size, reader.expected - before):
                 self._client.trust(part.source)
         if discarded := reader.expected - reused:
             self._stats.record(contract.METRIC_DISCARDED_TOKENS, discarded)

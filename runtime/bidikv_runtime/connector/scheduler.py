@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, Final
 
@@ -16,8 +15,6 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
@@ -40,6 +37,7 @@ from bidikv_runtime.connector.matcher import Engine, Matcher, Reader
 from bidikv_runtime.connector.metadata import VerifiedReadMetadata, WorkerReport
 from bidikv_runtime.connector.publisher import Publisher
 from bidikv_runtime.connector.refusal import ask_again, may_refuse, refuse
+from bidikv_runtime.connector.request_hashes import RequestHashes
 from bidikv_runtime.connector.retention import Retention
 from bidikv_runtime.connector.reuse import Read, Reuse
 from bidikv_runtime.connector.settings import Settings
@@ -47,7 +45,6 @@ from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
 from bidikv_runtime.connector.state import StateServer
 from bidikv_runtime.connector.stats import VerifiedReadStats
 from bidikv_runtime.connector.step_clock import StepClock
-from bidikv_runtime.connector.tail import compute_tail_hash
 from bidikv_runtime.connector.ticket import Ticket, build_part_id
 from bidikv_runtime.connector.tokens import load_tokens
 from bidikv_runtime.connector.weights import draw_unnamed, watch_weights
@@ -88,8 +85,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         )
         backends = vllm_config.kv_transfer_config.get_from_extra_config("backends", ["UCX"])
         self._cost = CostModel(backends[0], vllm_config.scheduler_config.max_num_batched_tokens)
-        self._adapters = Adapters(logger)
-        self._hash_function = get_hash_fn_by_name(contract.HASH_ALGORITHM)
+        self._hashes = RequestHashes(self.block_size, Adapters(logger))
         self._matcher = Matcher(self._engine, settings, self._client, self._cost, self.stats)
         self._publisher = Publisher(self.block_size, self.index)
         self._retention: Retention | None = None
@@ -134,6 +130,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def bind_block_pool(self, pool: Any) -> None:
         """Take the scheduler's block pool: its re-use watchers un-publish, its free queue is ordered by retention."""
         self._pool = pool
+        self._hashes.bind(pool)
         self._publisher.bind(pool)
         self._retention = Retention(eviction.install(pool), self.settings, self.block_size, self._cost.estimate_prefill)
 
@@ -189,10 +186,10 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             hints,
             Reuse(sources, self._engine.drop_last),
             self._compatibility.digest(),
-            self._hashes(request, tail=hints.prefilled_tokens > 0),
+            self._hashes.find(request, tail=hints.prefilled_tokens > 0),
             request.num_tokens,
         )
-        self._matcher.ask(reader, self._count_cached(request))
+        self._matcher.ask(reader, self._hashes.count_cached(request))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that a source holds beyond the local prefix; None while the sources' answers are outstanding.
@@ -242,8 +239,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             published = self._publisher.finish(
                 request,
                 block_ids[0],
-                self._hashes(request),
-                (lambda tokens: self._hash_tail(request, tokens)) if handover else None,
+                self._hashes.find(request),
+                (lambda tokens: self._hashes.find_tail(request, tokens)) if handover else None,
             )
         assert self._retention is not None
         self._retention.request_finished(hints.session, hints.expect, published, time.monotonic(), handover)
@@ -306,7 +303,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             read = reader.reuse.read
             assert read is not None
             reused = max(0, request.num_computed_tokens - read.first * self.block_size)
-            self._matcher.end_read(reader, reused, frozenset(report.failed_sources))
+            self._matcher.end_read(reader, reused)
             logger.info(
                 "request %s: %d tokens were here, %d of %d at %s read and validated in %.1f ms, %d to compute",
                 request_id,
@@ -369,6 +366,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         )
 
     def _take_report(self, report: WorkerReport) -> None:
+        for source in report.failed_sources:
+            self._client.avoid(source)  # it would cost the next request as much
         for read in report.reads:
             # Its end was noticed up to a step late; nothing is learnt from one that began and ended between two looks.
             self._cost.record_read(str(read.source), read.bytes, read.descriptors, read.seconds - read.slack)
@@ -414,29 +413,3 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         except SourcesError as error:
             logger.warning("request %s reuses nothing: %s", request.request_id, error)
             return ()
-
-    def _hashes(self, request: Any, tail: bool = False) -> Sequence[bytes]:
-        """Hashes by which a request's blocks are published and asked for: its full ones, then its ``tail``."""
-        hashes = self._adapters.scope(self._own_hashes(request), request.lora_request)
-        last = self._hash_tail(request, request.num_tokens) if tail else None
-        return hashes if last is None else [*hashes, last]
-
-    def _hash_tail(self, request: Any, tokens: int) -> bytes | None:
-        own = compute_tail_hash(request, self._own_hashes(request), self.block_size, tokens, self._hash_function)
-        shared = self._adapters.scope([own], request.lora_request) if own else ()
-        return bytes(shared[0]) if shared else None
-
-    def _own_hashes(self, request: Any) -> Sequence[bytes]:
-        hashes: Sequence[bytes] = resolve_block_hashes(
-            request.block_hashes, self._pool.hash_block_size, self.block_size
-        )
-        return hashes
-
-    def _count_cached(self, request: Any) -> int:
-        """Blocks of the request's local prefix, as it stands on arrival."""
-        count = 0
-        for content in self._own_hashes(request):
-            if self._pool.get_cached_block(content, [0]) is None:
-                break
-            count += 1
-        return count

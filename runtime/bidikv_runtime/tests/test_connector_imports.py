@@ -12,7 +12,16 @@ import bidikv_runtime.connector
 
 FOLDER = Path(bidikv_runtime.connector.__file__).parent
 ALLOWED = {"msgspec", "zmq"}
-WITH_VLLM = {"connector.py", "metadata.py", "refusal.py", "scheduler.py", "stats.py", "tail.py", "worker.py"}
+WITH_VLLM = {
+    "connector.py",
+    "metadata.py",
+    "refusal.py",
+    "request_hashes.py",
+    "scheduler.py",
+    "stats.py",
+    "tail.py",
+    "worker.py",
+}
 WITH_TORCH = {"worker.py"}
 
 

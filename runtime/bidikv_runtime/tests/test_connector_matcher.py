@@ -94,7 +94,7 @@ def test_a_match_is_read_and_counted(rigs: list[Rig]) -> None:
     assert rig.cost.asked == [([(str(rig.source), 8000, 4)], 2 * SIZE, 8 * SIZE, False)]
     read = rig.matcher.begin_read(reader, 8 * SIZE)
     assert (read.first, read.parts[0].blocks) == (2, tuple(range(102, 110)))
-    rig.matcher.end_read(reader, reused=6 * SIZE, failed_sources=frozenset())
+    rig.matcher.end_read(reader, reused=6 * SIZE)
     counts = rig.stats.counts
     assert counts[contract.METRIC_LOOKUPS, "hit"] == 1
     assert counts[contract.METRIC_REUSED_TOKENS, str(rig.source), contract.DIRECTION_FROM_DECODE] == 6 * SIZE
@@ -111,7 +111,7 @@ def test_a_decode_leg_reads_the_partly_filled_last_block(rigs: list[Rig]) -> Non
     rig.matcher.ask(reader, local=2)
     assert rig.matcher.match(reader, local=2) == 7 * SIZE + 5
     assert rig.matcher.begin_read(reader, 7 * SIZE + 5).parts[0].blocks == tuple(range(102, 110))
-    rig.matcher.end_read(reader, reused=7 * SIZE + 5, failed_sources=frozenset())
+    rig.matcher.end_read(reader, reused=7 * SIZE + 5)
     counts = rig.stats.counts
     assert counts[contract.METRIC_REUSED_TOKENS, str(rig.source), contract.DIRECTION_FROM_PREFILL] == 7 * SIZE + 5
     assert (contract.METRIC_DISCARDED_TOKENS,) not in counts
@@ -208,14 +208,10 @@ def test_waiting_in_place_has_one_budget_for_all_requests_of_a_step(rigs: list[R
         rig.matcher.begin_step([])
 
 
-def test_a_source_whose_read_failed_is_left_alone(rigs: list[Rig]) -> None:
+def test_a_source_that_is_avoided_is_not_asked(rigs: list[Rig]) -> None:
     rigs.append(rig := Rig(published=10))
+    rig.client.avoid(rig.source)
     reader = rig.reader(tokens=12 * SIZE)
     rig.matcher.ask(reader, local=0)
-    assert rig.matcher.match(reader, local=0) == 10 * SIZE
-    rig.matcher.begin_read(reader, 10 * SIZE)
-    rig.matcher.end_read(reader, reused=0, failed_sources=frozenset([rig.source]))
-    again = rig.reader(tokens=12 * SIZE)
-    rig.matcher.ask(again, local=0)
-    assert rig.matcher.match(again, local=0) == 0
+    assert rig.matcher.match(reader, local=0) == 0
     assert rig.stats.counts[contract.METRIC_LOOKUPS, "silent"] == 1
