@@ -14,11 +14,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 
 from bidikv_runtime.connector import wire
 from bidikv_runtime.connector.agent import ReadingAgent
-from bidikv_runtime.connector.metadata import ReadReport, Ticket, VerifiedReadMetadata, WorkerReport, build_part_id
+from bidikv_runtime.connector.metadata import VerifiedReadMetadata, WorkerReport
 from bidikv_runtime.connector.reads import Reads
 from bidikv_runtime.connector.settings import parse_settings
 from bidikv_runtime.connector.sources import Source
 from bidikv_runtime.connector.stats import VerifiedReadStats
+from bidikv_runtime.connector.ticket import ReadReport, Ticket, build_part_id
 from bidikv_runtime.connector.transfer_quarantine import TransferQuarantine
 from bidikv_runtime.connector.transport import TransportInfo
 from bidikv_runtime.connector.worker import VerifiedReadWorker
@@ -87,7 +88,7 @@ class Worker(VerifiedReadWorker):
         self.nixl_wrapper = ReadingAgent(self.agent)
         self.xfer_stats = VerifiedReadStats()
         self._reads, self._quarantine = Reads(), TransferQuarantine(self.nixl_wrapper)
-        self._report, self._looked, self._unreported = WorkerReport(), 0.0, {}
+        self._report, self._looked, self._bandwidths = WorkerReport(), 0.0, {}
         self._recving_metadata: dict[str, Any] = {}
         self._recving_transfers: defaultdict[str, list[str]] = defaultdict(list)
         self._recv_failures: set[str] = set()

@@ -8,10 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
 from bidikv_runtime.connector.sources import Source
-from bidikv_runtime.connector.ticket import ReadReport, Ticket, build_part_id
+from bidikv_runtime.connector.ticket import ReadReport, Ticket
 from bidikv_runtime.connector.transport import TransportInfo
-
-__all__ = ["ReadReport", "Ticket", "VerifiedReadMetadata", "WorkerReport", "build_part_id"]
 
 
 class VerifiedReadMetadata(NixlConnectorMetadata):  # type: ignore[misc]

@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Final
 
 import torch
@@ -32,12 +31,12 @@ from bidikv_runtime.connector.stats import VerifiedReadStats
 from bidikv_runtime.connector.ticket import ReadReport
 from bidikv_runtime.connector.tokens import load_tokens
 from bidikv_runtime.connector.transfer_quarantine import TransferQuarantine
-from bidikv_runtime.connector.transport import TransportInfo, describe_transport, list_open_devices
+from bidikv_runtime.connector.transport import describe_transport, list_open_devices
 
 logger = init_logger("vllm.bidikv.worker")
 
 MAXIMUM_BANDWIDTHS: Final = 256
-"""Engines whose bandwidth is remembered."""
+"""Engines whose bandwidth waits to be reported."""
 
 
 class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
@@ -72,13 +71,11 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         self._report = WorkerReport()
         self._looked = time.monotonic()
         """When the transfers were looked at last."""
-        self._transport: TransportInfo | None = None
         self._probe: BandwidthProbe | None = None
         self._scratch: Any = None
         self._bandwidths: dict[str, float] = {}
-        """Bytes per second by engine; written by the handshake thread."""
-        self._unreported: dict[str, float] = {}
-        """Those of engines that no read has begun from, which tells by what address requests name them."""
+        """Bytes per second, written by the handshake thread, of engines that no read has begun from: the read tells by
+        what address requests name them."""
 
     def shutdown(self) -> None:
         if hasattr(self, "_client"):
@@ -94,14 +91,12 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         """Upstream's registration; then what the agent reads with is known, and peers may be measured."""
         super().register_kv_caches(kv_caches)
         agent = self.nixl_wrapper
-        self._transport = describe_transport(self.nixl_backends, list(agent.backends), os.environ, list_open_devices())
-        self._report.transport = self._transport
-        say = logger.warning if self._transport.warning else logger.info
-        say(
-            "KV is read with %s over %s (%s)", self._transport.backend, self._transport.provider, self._transport.detail
-        )
-        if self._transport.warning:
-            logger.warning("%s", self._transport.warning)
+        transport = describe_transport(self.nixl_backends, list(agent.backends), os.environ, list_open_devices())
+        self._report.transport = transport
+        say = logger.warning if transport.warning else logger.info
+        say("KV is read with %s over %s (%s)", transport.backend, transport.provider, transport.detail)
+        if transport.warning:
+            logger.warning("%s", transport.warning)
         if self.settings.probe_bytes and not self._mixed_mem_types:
             # After upstream's: its metadata, which peers read by, do not name this buffer.
             cache = next(iter(kv_caches.values()))
@@ -111,18 +106,6 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             agent.register_memory(descriptors, backends=self.nixl_backends)
             self._registered_descs.append(descriptors)
             self._probe = BandwidthProbe(self._agent, self.region_mem_types[0], address, size, self.device_id)
-
-    def describe(self) -> dict[str, Any]:
-        """State for people, JSON types only."""
-        return {
-            "transport": asdict(self._transport) if self._transport else None,
-            "peers": [
-                {"engine": engine_id, "ranks": len(agents), "bandwidth": self._bandwidths.get(engine_id)}
-                for engine_id, agents in list(self._remote_agents.items())
-            ],
-            "parts_under_way": len(self._reads),
-            "parts_in_quarantine": len(self._quarantine),
-        }
 
     # --- what vLLM calls with every step, in this order ---------------------------------------------------------------
 
@@ -191,9 +174,8 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             return
         logger.info("Engine %s is read at %.0f MB/s", engine_id, rate / 1e6)
         if len(self._bandwidths) >= MAXIMUM_BANDWIDTHS:
-            del self._bandwidths[next(iter(self._bandwidths))]
-            self._unreported.clear()
-        self._bandwidths[engine_id] = self._unreported[engine_id] = rate
+            self._bandwidths.clear()
+        self._bandwidths[engine_id] = rate
 
     def _read_blocks_for_req(self, part_id: str, meta: Any) -> None:
         """Post the transfers of a part, unless it was abandoned while its handshake went on."""
@@ -202,7 +184,7 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
             return
         super()._read_blocks_for_req(part_id, meta)
         part.handles = list(self._recving_transfers.get(part_id, ()))
-        if part.handles and (rate := self._unreported.pop(meta.remote.engine_id, None)) is not None:
+        if part.handles and (rate := self._bandwidths.pop(meta.remote.engine_id, None)) is not None:
             self._report.bandwidths[part.ticket.source] = rate
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> tuple[set[str], set[str]]:
