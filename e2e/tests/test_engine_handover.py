@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from bidikv_runtime import contract
-from bidikv_runtime.router.endpoints import Endpoint
-from bidikv_runtime.router.metrics import HANDOVERS_LOST
+from bidikv_runtime.router.choice.endpoints import Endpoint
+from bidikv_runtime.router.observe.metrics import HANDOVERS_LOST
 from bidikv_runtime.tests.router_process import running_router
 from e2e.engine.client import EngineClient, Message, Metrics
 from e2e.engine.fixtures import OUTPUT_TOKENS, Deployment, assert_same, user

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from bidikv_runtime.router.endpoints import Endpoint
+from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.tests.router_process import RouterProcess, running_router
 from e2e.engine.client import EngineClient
 from e2e.engine.fixtures import (

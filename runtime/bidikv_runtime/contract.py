@@ -41,6 +41,15 @@ HANDOVER_PARAM: Final = "bidikv_handover"
 PREFILLED_PARAM: Final = "bidikv_prefilled_tokens"
 """Key inside ``kv_transfer_params`` of a decode leg: how many tokens of the prompt prefill reported to have computed. A
 decode engine that finds far less refuses the request (``HANDOVER_LOST``) instead of computing a long prompt itself."""
+BODY_BYTES_PARAM: Final = "bidikv_body_bytes"
+"""Key inside ``kv_transfer_params`` of both legs: bytes of the client's request body. The decode engine keeps it with
+the session and reports it (``SessionReport``), so that any router replica can tell how much a turn has grown."""
+COMPUTE_LIMIT_PARAM: Final = "bidikv_compute_limit_tokens"
+"""Key inside ``kv_transfer_params`` of a decode leg that was sent without a prefill leg: the engine computes at most
+this many tokens of the prompt, or refuses the request (``HANDOVER_LOST``)."""
+TOKEN_IDS_PARAM: Final = "prompt_token_ids"
+"""Key inside ``kv_transfer_params`` of a chat's decode leg: the prompt's tokens as prefill has computed them. vLLM's
+own name: with it, decode neither renders nor tokenises the messages again."""
 HANDOVER_LOST: Final = "bidikv_handover_lost"
 """Type of the error with which a decode engine refuses a request whose hand-over it cannot find: HTTP 503, before the
 first token. Retriable after another prefill."""
@@ -55,6 +64,10 @@ SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")
 """Request headers that name the session, first match wins (lower case)."""
 SESSION_BODY_KEYS: Final = ("prompt_cache_key", "conversation_id", "session_id")
 """Body keys that name the session when no header does. Not ``previous_response_id``, which differs every turn."""
+
+PATH_HEADER: Final = "x-bidikv-path"
+"""With the router's ``debug``: a request with it takes this path (local, bidirectional or plain); every answer names
+its path in it."""
 
 # --- the connector inside vLLM --------------------------------------------------------------------------------------
 CONNECTOR_CLASS: Final = "NixlConnector"
@@ -73,6 +86,54 @@ ENV_LOOKUP_HOST: Final = "BIDIKV_LOOKUP_HOST"
 ENV_TOKEN_FILE: Final = "BIDIKV_TOKEN_FILE"
 """File with the tokens that authenticate peers, one per line: the first one signs, every one is accepted. It is read
 again when it changes, so a token rotates without a restart. Unset: peers are not authenticated."""
+
+# --- what an engine reports to routers ------------------------------------------------------------------------------
+REPORT_PATH: Final = "/report"
+"""On ``STATE_PORT``: ``GET /report?epoch=<epoch>&since=<sequence>`` gives an ``EngineReport`` as JSON, with the
+sessions that changed after ``since`` (all of them when the epoch is another or missing). It wants a token if there is a
+file."""
+MAXIMUM_REPORTED_SESSIONS: Final = 4096
+"""In one report: the most recently changed ones."""
+
+
+@dataclass(frozen=True)
+class SessionReport:
+    """The last turn of a session that ended on the engine, and what is left of its KV."""
+
+    name: str
+    """``SESSION_PARAM`` of its requests."""
+    prompt_tokens: int
+    """Of that turn's prompt."""
+    total_tokens: int
+    """With the answer."""
+    held_tokens: int
+    """Of these, from the front: tokens whose KV was still cached when this was reported."""
+    body_bytes: int
+    """``BODY_BYTES_PARAM`` of that turn; 0 when unknown."""
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What a router replica learns from an engine about once a second; replicas share no other state."""
+
+    engine: str
+    epoch: str
+    """Another one after each start of the engine."""
+    sequence: int
+    """For the next ``since``."""
+    compatibility: str
+    """Engines with equal values may read each other's KV (model, weights, dtype, layout, block size, release)."""
+    requests: int
+    """Unfinished requests, waiting and running."""
+    queued_tokens: int
+    """Prompt tokens of these that are neither cached nor computed yet."""
+    prefill_tokens_per_second: float
+    """As learnt from its own steps; 0 when not known yet."""
+    free_blocks: float
+    """Share of KV blocks that no unfinished request uses, 0 to 1."""
+    sessions: tuple[SessionReport, ...] = ()
+    version: int = 1
+
 
 # --- metrics of the connector, in vLLM's own /metrics ---------------------------------------------------------------
 METRIC_LOOKUPS: Final = "bidikv_lookups_total"
@@ -145,6 +206,26 @@ class RouterConfig:
     """How many decode pods of a session's ranking are offered to prefill as sources."""
     engine_port: int = ENGINE_PORT
     lookup_port: int = LOOKUP_PORT
+    state_port: int = STATE_PORT
+    """Of the engines' reports; 0 asks for none."""
+    local_limit_tokens: int = 512
+    """A turn of which decode has to compute at most this much may go to it alone; 0 for never. Decode's other streams
+    wait while it computes."""
+    missing_prefill: Literal["Decode", "Fail"] = "Decode"
+    """What to do when prefill's answer does not say what it computed: decode computes what it does not find, or the
+    turn fails with 502."""
+    continue_streams: bool = False
+    """When decode dies within a stream, go on from the text already sent on another engine."""
+    cache_salt_by_tenant: bool = False
+    """Keep tenants' (Authorization header) prefix caches apart with vLLM's ``cache_salt``."""
+    tls_dir: str = ""
+    """Folder with ``tls.crt`` and ``tls.key`` (a mounted ``kubernetes.io/tls`` Secret): serve HTTPS. Empty: HTTP."""
+    access_log: bool = False
+    """One JSON line per request on standard output."""
+    trace_endpoint: str = ""
+    """OTLP/HTTP endpoint of OpenTelemetry traces, as ``http://collector:4318/v1/traces``. Empty: no traces."""
+    debug: bool = False
+    """Serve /debug/sessions and obey the header ``x-bidikv-path``."""
     version: int = 1
     """Schema version; the router refuses one that it does not know."""
 

@@ -22,16 +22,16 @@ from pathlib import Path
 import uvloop
 
 from bidikv_runtime.contract import ROUTER_CONFIG_DIR, ROUTER_CONFIG_FILE, ROUTER_PORT, RouterConfig
+from bidikv_runtime.router.choice.endpoints import Pools, parse_static
+from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.config import load_config
-from bidikv_runtime.router.deadlines import Deadlines
-from bidikv_runtime.router.discovery import ApiServer, EndpointWatch
-from bidikv_runtime.router.endpoints import Pools, parse_static
-from bidikv_runtime.router.fleet import Fleet
+from bidikv_runtime.router.control.discovery import ApiServer, EndpointWatch
+from bidikv_runtime.router.http.deadlines import Deadlines
+from bidikv_runtime.router.http.server import Server
+from bidikv_runtime.router.http.upstream import UpstreamPool
 from bidikv_runtime.router.limits import Limits, add_limit_arguments, build_limits
-from bidikv_runtime.router.metrics import RouterMetrics
+from bidikv_runtime.router.observe.metrics import RouterMetrics
 from bidikv_runtime.router.proxy import Proxy
-from bidikv_runtime.router.server import Server
-from bidikv_runtime.router.upstream import UpstreamPool
 
 logger = logging.getLogger(__name__)
 

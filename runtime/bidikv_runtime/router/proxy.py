@@ -27,17 +27,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from bidikv_runtime.contract import RouterConfig
-from bidikv_runtime.router.endpoints import Endpoint
-from bidikv_runtime.router.errors import ApiError, build_stream_error
-from bidikv_runtime.router.fleet import Fleet, RetryBudget
-from bidikv_runtime.router.http1 import (
-    ResponseHead,
-    build_forwarded_head,
-    build_local_response,
-    build_response_head,
-    finish_request_head,
-)
-from bidikv_runtime.router.legs import (
+from bidikv_runtime.router.api.errors import ApiError, build_stream_error
+from bidikv_runtime.router.api.legs import (
     build_decode_body,
     build_passed_body,
     build_prefill_body,
@@ -46,13 +37,20 @@ from bidikv_runtime.router.legs import (
     needs_prefill,
     parse_prefilled,
 )
-from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.metrics import Path, Phase, Route, RouterMetrics
-from bidikv_runtime.router.policy import choose_prefill, choose_sources, rank_endpoints
-from bidikv_runtime.router.server import ClientConnection, Request
-from bidikv_runtime.router.session import derive_session
-from bidikv_runtime.router.splice import Buffer, Fields, compute_length
-from bidikv_runtime.router.upstream import (
+from bidikv_runtime.router.api.session import derive_session
+from bidikv_runtime.router.api.splice import Buffer, Fields, compute_length
+from bidikv_runtime.router.choice.endpoints import Endpoint
+from bidikv_runtime.router.choice.fleet import Fleet, RetryBudget
+from bidikv_runtime.router.choice.policy import choose_prefill, choose_sources, rank_endpoints
+from bidikv_runtime.router.http.http1 import (
+    ResponseHead,
+    build_forwarded_head,
+    build_local_response,
+    build_response_head,
+    finish_request_head,
+)
+from bidikv_runtime.router.http.server import ClientConnection, Request
+from bidikv_runtime.router.http.upstream import (
     AnswerTimedOut,
     ConnectFailed,
     ConnectionLost,
@@ -60,6 +58,8 @@ from bidikv_runtime.router.upstream import (
     UpstreamError,
     UpstreamPool,
 )
+from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.observe.metrics import Path, Phase, Route, RouterMetrics
 
 logger = logging.getLogger(__name__)
 

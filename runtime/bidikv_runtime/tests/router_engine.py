@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bidikv_runtime.router.endpoints import Endpoint
+from bidikv_runtime.router.choice.endpoints import Endpoint
 
 WAIT_SECONDS = 10.0
 """Deadline of every wait in tests; never a measured expectation."""

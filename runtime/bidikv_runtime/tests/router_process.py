@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 
-from bidikv_runtime.router.endpoints import Endpoint
+from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.tests.router_engine import WAIT_SECONDS
 
 START_SECONDS = 60.0

@@ -12,7 +12,7 @@ import aiohttp
 
 from bidikv_runtime.contract import ReuseMode, RouterConfig
 from bidikv_runtime.router.__main__ import Router
-from bidikv_runtime.router.endpoints import Pools
+from bidikv_runtime.router.choice.endpoints import Pools
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.tests.router_engine import (
     WAIT_SECONDS,

@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 
 from bidikv_runtime.contract import RouterConfig
-from bidikv_runtime.router import discovery
-from bidikv_runtime.router.discovery import ApiServer, EndpointSlice, EndpointWatch, build_pools
-from bidikv_runtime.router.endpoints import Pools
+from bidikv_runtime.router.control import discovery
+from bidikv_runtime.router.choice.endpoints import Pools
+from bidikv_runtime.router.control.discovery import ApiServer, EndpointSlice, EndpointWatch, build_pools
 
 WAIT_SECONDS = 10.0
 CONFIG = RouterConfig(namespace="ns", prefill_service="p", decode_service="d", served_model_name="m", engine_port=8000)

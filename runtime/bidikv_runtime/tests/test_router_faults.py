@@ -12,11 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from bidikv_runtime.router.deadlines import Deadlines
-from bidikv_runtime.router.endpoints import Pools
-from bidikv_runtime.router.http1 import build_local_response
+from bidikv_runtime.router.choice.endpoints import Pools
+from bidikv_runtime.router.http.deadlines import Deadlines
+from bidikv_runtime.router.http.http1 import build_local_response
+from bidikv_runtime.router.http.server import ClientConnection, Request, Server
 from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.server import ClientConnection, Request, Server
 from bidikv_runtime.tests.router_engine import WAIT_SECONDS, Exchange, answer, answer_with, hang
 from bidikv_runtime.tests.router_rig import Rig, Role, read_response, running_rig
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bidikv_runtime.router.errors import ApiError
-from bidikv_runtime.router.legs import (
+from bidikv_runtime.router.api.errors import ApiError
+from bidikv_runtime.router.api.legs import (
     PREFILL_DROPPED,
     build_decode_body,
     build_passed_body,

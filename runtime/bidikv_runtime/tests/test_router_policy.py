@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bidikv_runtime.router.endpoints import Endpoint, Pools, parse_static
-from bidikv_runtime.router.fleet import Fleet, RetryBudget
-from bidikv_runtime.router.policy import choose_prefill, choose_sources, rank_endpoints
-from bidikv_runtime.router.ring import compute_weight, rank
+from bidikv_runtime.router.choice.endpoints import Endpoint, Pools, parse_static
+from bidikv_runtime.router.choice.fleet import Fleet, RetryBudget
+from bidikv_runtime.router.choice.policy import choose_prefill, choose_sources, rank_endpoints
+from bidikv_runtime.router.choice.ring import compute_weight, rank
 
 names = st.lists(st.text(min_size=1, max_size=8), unique=True, min_size=1, max_size=8)
 keys = st.binary(min_size=16, max_size=16)

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bidikv_runtime.router.deadlines import Deadlines
-from bidikv_runtime.router.endpoints import Endpoint
-from bidikv_runtime.router.http1 import build_local_response
+from bidikv_runtime.router.choice.endpoints import Endpoint
+from bidikv_runtime.router.http.deadlines import Deadlines
+from bidikv_runtime.router.http.http1 import build_local_response
+from bidikv_runtime.router.http.server import ClientConnection, Request, Server
+from bidikv_runtime.router.http.upstream import ConnectionLost, UpstreamConnection, UpstreamPool
 from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.server import ClientConnection, Request, Server
-from bidikv_runtime.router.upstream import ConnectionLost, UpstreamConnection, UpstreamPool
 
 
 class FakeTransport:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bidikv_runtime.router.http1 import Headers
-from bidikv_runtime.router.session import derive_session, iterate_elements
-from bidikv_runtime.router.splice import parse_fields
+from bidikv_runtime.router.api.session import derive_session, iterate_elements
+from bidikv_runtime.router.api.splice import parse_fields
+from bidikv_runtime.router.http.http1 import Headers
 
 SYSTEM = {"role": "system", "content": 'you [are] {an} agent, "quoted" \\'}
 USER = {"role": "user", "content": "hello"}

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from bidikv_runtime.router.sockets import watch_peer
+from bidikv_runtime.router.http.sockets import watch_peer
 
 
 @pytest.mark.parametrize(("reads_promptly", "expected"), [(True, 30_000), (False, 0)])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bidikv_runtime.router.splice import Buffer, NotAnObject, compute_length, parse_fields, set_field, splice
+from bidikv_runtime.router.api.splice import Buffer, NotAnObject, compute_length, parse_fields, set_field, splice
 
 
 def joined(pieces: list[Buffer]) -> bytes:

@@ -31,8 +31,8 @@ from bidikv_runtime.contract import (
     SESSION_PARAM,
     SOURCES_PARAM,
 )
-from bidikv_runtime.router.errors import ApiError
-from bidikv_runtime.router.splice import Buffer, Fields, NotAnObject, parse_fields, set_field, splice
+from bidikv_runtime.router.api.errors import ApiError
+from bidikv_runtime.router.api.splice import Buffer, Fields, NotAnObject, parse_fields, set_field, splice
 
 PREFILL_DROPPED: Final = frozenset(
     {

@@ -19,12 +19,12 @@ from typing import Any, Final, cast
 
 import httptools
 
-from bidikv_runtime.router.deadlines import Deadlines
-from bidikv_runtime.router.endpoints import Endpoint
-from bidikv_runtime.router.http1 import HEAD_END, Headers, ResponseHead
+from bidikv_runtime.router.api.splice import Buffer
+from bidikv_runtime.router.choice.endpoints import Endpoint
+from bidikv_runtime.router.http.deadlines import Deadlines
+from bidikv_runtime.router.http.http1 import HEAD_END, Headers, ResponseHead
+from bidikv_runtime.router.http.sockets import watch_peer
 from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.sockets import watch_peer
-from bidikv_runtime.router.splice import Buffer
 
 _BACKLOG_BYTES: Final = 256 * 1024
 """Body bytes held while nobody takes them, before reading pauses."""

@@ -17,7 +17,7 @@ from typing import Any, Final
 import httptools
 
 from bidikv_runtime.contract import HANDOVER_ANSWERED_LOST, HANDOVER_GUARDED, HANDOVER_HEADER
-from bidikv_runtime.router.errors import ApiError
+from bidikv_runtime.router.api.errors import ApiError
 
 Headers = list[tuple[bytes, bytes]]
 """Header fields in the order received, names as sent."""

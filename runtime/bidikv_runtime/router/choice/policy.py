@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from bidikv_runtime.router.endpoints import Endpoint
-from bidikv_runtime.router.ring import compute_weight
+from bidikv_runtime.router.choice.endpoints import Endpoint
+from bidikv_runtime.router.choice.ring import compute_weight
 
 
 def rank_endpoints(session: bytes, endpoints: Sequence[Endpoint], suspects: Collection[str] = ()) -> list[Endpoint]:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from bidikv_runtime.contract import METRIC_TIME_TO_FIRST_TOKEN
-from bidikv_runtime.router.endpoints import Pools
+from bidikv_runtime.router.choice.endpoints import Pools
 
 TIME_TO_FIRST_TOKEN: Final = METRIC_TIME_TO_FIRST_TOKEN
 PREFILL_LEG_SECONDS: Final = "bidikv_router_prefill_leg_seconds"

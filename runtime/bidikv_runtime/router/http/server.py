@@ -22,17 +22,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
-from bidikv_runtime.router.deadlines import Deadlines
-from bidikv_runtime.router.errors import ApiError
-from bidikv_runtime.router.http1 import (
+from bidikv_runtime.router.api.errors import ApiError
+from bidikv_runtime.router.http.deadlines import Deadlines
+from bidikv_runtime.router.http.http1 import (
     HEAD_END,
     RequestHead,
     RequestParser,
     build_local_response,
     build_too_large,
 )
+from bidikv_runtime.router.http.sockets import watch_peer
 from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.sockets import watch_peer
 
 logger = logging.getLogger(__name__)
 

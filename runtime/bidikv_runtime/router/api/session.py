@@ -17,8 +17,8 @@ from typing import Final
 import msgspec
 
 from bidikv_runtime.contract import SESSION_BODY_KEYS, SESSION_HEADERS
-from bidikv_runtime.router.http1 import Headers
-from bidikv_runtime.router.splice import Fields
+from bidikv_runtime.router.api.splice import Fields
+from bidikv_runtime.router.http.http1 import Headers
 
 _HEADERS: Final = tuple(name.encode("ascii") for name in SESSION_HEADERS)
 _OPENING_MESSAGES: Final = 8

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from bidikv_runtime.contract import RouterConfig
-from bidikv_runtime.router.endpoints import Endpoint, Pools
+from bidikv_runtime.router.choice.endpoints import Endpoint, Pools
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from bidikv_runtime.router.endpoints import Endpoint, Pools
+from bidikv_runtime.router.choice.endpoints import Endpoint, Pools
 
 
 class Fleet:

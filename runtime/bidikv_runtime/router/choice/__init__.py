@@ -1,0 +1,1 @@
+"""Which engines serve a turn, and on which path: decides and remembers, without I/O."""

@@ -1,0 +1,1 @@
+"""Where the engines are and what they report: everything beside the requests' own way."""

@@ -1,0 +1,1 @@
+"""HTTP/1.1 on both sides, over the event loop's transports: no routing, no JSON."""
