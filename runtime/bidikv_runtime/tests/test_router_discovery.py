@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 
 from bidikv_runtime.contract import RouterConfig
-from bidikv_runtime.router.control import discovery
 from bidikv_runtime.router.choice.endpoints import Pools
+from bidikv_runtime.router.control import discovery
 from bidikv_runtime.router.control.discovery import ApiServer, EndpointSlice, EndpointWatch, build_pools
 
 WAIT_SECONDS = 10.0
