@@ -56,6 +56,14 @@ class TurnRecord:
     longest_gap: float = 0.0
     """Between two of these."""
     retries: int = 0
+    prefills: int = 0
+    """Prefill legs that succeeded."""
+    handed_over: int = 0
+    """Of these, those whose decode engine began to answer; the others were abandoned when the request ends."""
+    local_refusals: int = 0
+    """How often decode, asked alone, would have had to compute too much."""
+    unannounced: int = 0
+    """Prefill answers that did not say what was computed."""
     streamed: bool = False
     """The answer was a stream of events."""
     keep_alives: int = 0
