@@ -290,7 +290,7 @@ class Proxy:
                 ) as (connection, head):
                     pieces.clear()
                     if turn.guarded and head.lost_handover:
-                        self._metrics.handovers_lost.inc()
+                        self._metrics.handovers_lost.add()
                         if self._budget.withdraw():
                             self._metrics.count_retry("prefill", "handover")
                             return False
@@ -332,7 +332,7 @@ class Proxy:
         try:
             await connection.relay(write_first)
         except UpstreamError as error:
-            self._metrics.broken_streams.inc()
+            self._metrics.broken_streams.add()
             logger.warning("The answer of %s broke off: %s", connection.endpoint.address, error)
             self._end_broken(client, connection, head, ends_with_connection)
             raise

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from bidikv_runtime.router.observe.trace_context import TraceContext
+
 Path = Literal["local", "bidirectional", "plain", "direct"]
 """local: decode alone, which holds nearly all of the prompt. bidirectional: prefill reads the history from decode.
 plain: prefill computes all of it. direct: not a turn, or one whose KV vLLM would not reuse: one engine, no choice."""
@@ -60,6 +62,8 @@ class TurnRecord:
     """Prefill legs that succeeded."""
     handed_over: int = 0
     """Of these, those whose decode engine began to answer; the others were abandoned when the request ends."""
+    handovers_lost: int = 0
+    """Of the abandoned ones: decode did not find what prefill had computed."""
     local_refusals: int = 0
     """How often decode, asked alone, would have had to compute too much."""
     unannounced: int = 0
@@ -70,3 +74,7 @@ class TurnRecord:
     """Comments sent while nothing else was there."""
     continued: int = 0
     """How often a broken stream went on elsewhere."""
+    client: str = ""
+    """Address of the peer."""
+    trace: TraceContext | None = None
+    """Its place in a distributed trace; None when tracing is off."""
