@@ -59,7 +59,8 @@ from bidikv_runtime.router.http.upstream import (
     UpstreamPool,
 )
 from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.observe.metrics import Path, Phase, Route, RouterMetrics
+from bidikv_runtime.router.observe.metrics import Path, RouterMetrics
+from bidikv_runtime.router.observe.record import Phase, Route
 
 logger = logging.getLogger(__name__)
 
@@ -318,19 +319,13 @@ class Proxy:
             client.close_after_response()
         self._metrics.count_answer(turn.route, head.status)
         client.attach(connection)
-        client.write(build_response_head(head, raw_framing=not http10, close=client.will_close))
+        client.write(build_response_head(head, chunked=head.chunked and not http10, close=client.will_close))
         measured = turn.phase == "decode" and head.is_event_stream and head.status in _SUCCESS
-
-        def write_first(data: bytes) -> None:
-            if measured:
-                self._metrics.observe_first_token(turn.path, self._loop.time() - turn.request.received_at)
-            connection.replace_sink(client.write)
-            client.write(data)
 
         if turn.phase == "decode":
             turn.phase = "stream"
         try:
-            await connection.relay(write_first)
+            await connection.relay(client.write, decoded=http10)
         except UpstreamError as error:
             self._metrics.broken_streams.add()
             logger.warning("The answer of %s broke off: %s", connection.endpoint.address, error)
@@ -338,6 +333,8 @@ class Proxy:
             raise
         finally:
             client.attach(None)
+            if measured and connection.pieces:
+                self._metrics.observe_first_token(turn.path, connection.first_at - turn.request.received_at)
 
     def _end_broken(
         self, client: ClientConnection, connection: UpstreamConnection, head: ResponseHead, ends_with_connection: bool
@@ -386,7 +383,6 @@ class Proxy:
                     pieces,
                     first_byte_seconds=first_byte_seconds,
                     idle_seconds=idle_seconds,
-                    decode=turn.request.head.http10,
                 )
             except ConnectionLost as error:
                 if error.stale and not fresh:

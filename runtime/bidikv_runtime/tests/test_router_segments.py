@@ -162,8 +162,8 @@ async def exchange(segments: Sequence[bytes], *, decode: bool, end: bool) -> tup
 
     async def talk() -> None:
         nonlocal complete
-        await connection.send(b"", [], first_byte_seconds=60, idle_seconds=60, decode=decode)
-        await connection.relay(sink)
+        await connection.send(b"", [], first_byte_seconds=60, idle_seconds=60)
+        await connection.relay(sink, decoded=decode)
         complete = True
 
     task = asyncio.create_task(talk())

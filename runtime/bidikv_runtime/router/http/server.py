@@ -27,10 +27,9 @@ from bidikv_runtime.router.http.deadlines import Deadlines
 from bidikv_runtime.router.http.http1 import (
     HEAD_END,
     RequestHead,
-    RequestParser,
     build_local_response,
-    build_too_large,
 )
+from bidikv_runtime.router.http.parsers import RequestParser, build_too_large
 from bidikv_runtime.router.http.sockets import watch_peer
 from bidikv_runtime.router.limits import Limits
 
@@ -239,7 +238,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         raw, rest, self._pending = self._pending[:end], self._pending[end:], b""
         try:
             self._parser = RequestParser()
-            self._head = head = self._parser.parse_head(raw)
+            self._head = head = self._parser.parse_head(raw, self._limits.max_header_fields)
             if head.length > self._limits.max_body_bytes:
                 raise build_too_large(self._limits.max_body_bytes)
             self._reserve(head.length)

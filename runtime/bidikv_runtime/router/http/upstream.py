@@ -6,8 +6,12 @@ Invariants:
   left early therefore never returns its connection to the pool.
 - Idle connections are closed before the engine closes them (uvicorn: after 5 s). If it was faster anyhow, the request
   did not reach it: it is sent again once, on a fresh connection.
-- Body bytes are handed on as received, chunk framing included; the parser only finds the end. Only clients that speak
-  HTTP/1.0 get decoded bodies.
+- Body bytes are handed on as received, chunk framing included; the parser only finds the end. Who relays may ask for
+  decoded bytes instead, also when it has seen the head.
+- Nothing of a body is parsed before somebody relays it; until then it waits here, bounded.
+
+Times are ``time.monotonic``: the loop's clock, of which uvloop shows only milliseconds, too coarse for gaps between
+tokens.
 """
 
 from __future__ import annotations
@@ -15,19 +19,36 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
-
-import httptools
+from time import monotonic
+from typing import Final, Protocol, cast
 
 from bidikv_runtime.router.api.splice import Buffer
-from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.http.deadlines import Deadlines
-from bidikv_runtime.router.http.http1 import HEAD_END, Headers, ResponseHead
+from bidikv_runtime.router.http.http1 import HEAD_END, ResponseHead
+from bidikv_runtime.router.http.parsers import DecodingParser, MalformedAnswer, ResponseParser
 from bidikv_runtime.router.http.sockets import watch_peer
 from bidikv_runtime.router.limits import Limits
 
 _BACKLOG_BYTES: Final = 256 * 1024
 """Body bytes held while nobody takes them, before reading pauses."""
+
+Sink = Callable[[bytes], None]
+
+
+class Origin(Protocol):
+    """Where to connect: an engine's API, or another port of it."""
+
+    @property
+    def host(self) -> str:
+        """IP address or name."""
+
+    @property
+    def port(self) -> int:
+        """TCP port."""
+
+    @property
+    def address(self) -> str:
+        """``host:port``: whose idle connections may be used."""
 
 
 class UpstreamError(Exception):
@@ -48,90 +69,14 @@ class ConnectionLost(UpstreamError):
 
 
 class AnswerTimedOut(UpstreamError):
-    """Nothing moved for too long: the engine was silent, or its client did not read."""
-
-
-class _ResponseParser:
-    """Reads one response: its head, and where a chunked body ends."""
-
-    def __init__(self) -> None:
-        self._parser: Any = httptools.HttpResponseParser(self)  # dropped as in http1.RequestParser
-        self._reason = b""
-        self._headers: Headers = []
-        self._in_body = False
-        self._keep_alive = False
-        self.in_chunk = False
-        self.complete = False
-        self.followed = False
-
-    def parse_head(self, data: bytes) -> ResponseHead:
-        """Parse a complete head; raises httptools' errors and ValueError."""
-        self._parser.feed_data(data)
-        self._in_body = True
-        lengths = [value for name, value in self._headers if name.lower() == b"content-length"]
-        codings = [value.lower() for name, value in self._headers if name.lower() == b"transfer-encoding"]
-        if codings not in ([], [b"chunked"]):
-            raise ValueError("unknown transfer coding")
-        status = self._parser.get_status_code()
-        if not codings:
-            self._parser = None
-        return ResponseHead(
-            status=status,
-            reason=self._reason,
-            headers=self._headers,
-            length=int(lengths[0]) if lengths else None,
-            chunked=bool(codings),
-            keep_alive=self._keep_alive,
-        )
-
-    def feed(self, data: bytes) -> None:
-        """Follow a chunked body; raises httptools' errors."""
-        self._parser.feed_data(data)
-        if self.complete:
-            self._parser = None
-
-    # --- callbacks of httptools ---
-
-    def on_message_begin(self) -> None:
-        self.followed = self.complete
-
-    def on_status(self, reason: bytes) -> None:
-        if not self._in_body:
-            self._reason += reason
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:
-            self._headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        if not self._in_body:  # asked here: llhttp forgets it when a message is complete
-            self._keep_alive = self._parser.should_keep_alive()
-
-    def on_chunk_header(self) -> None:
-        self.in_chunk = True
-
-    def on_chunk_complete(self) -> None:
-        self.in_chunk = False
-
-    def on_message_complete(self) -> None:
-        self.complete = True
-
-
-class _DecodingParser(_ResponseParser):
-    """Also collects the decoded bytes of a chunked body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoded: list[bytes] = []
-
-    def on_body(self, data: bytes) -> None:
-        self.decoded.append(data)
+    """Nothing moved for too long; the text tells which limit ended it: no head, silence within the body, or a client
+    that does not read."""
 
 
 class UpstreamConnection(asyncio.Protocol):
     """A connection to one engine and the exchange that runs on it."""
 
-    def __init__(self, pool: UpstreamPool, endpoint: Endpoint) -> None:
+    def __init__(self, pool: UpstreamPool, endpoint: Origin) -> None:
         # For the connection's life.
         self._pool = pool
         self.endpoint = endpoint
@@ -140,32 +85,35 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline = math.inf
         self.idle = False
         self.lost = False
+        self._broken = False
         self._exchanges = 0
         # For one exchange.
+        self._busy = False
         self._head_waiter: asyncio.Future[ResponseHead] | None = None
         self._done: asyncio.Future[None] | None = None
-        self._received = bytearray()
+        self._received = b""
+        """Bytes that are not parsed yet: of the head, or of a body that nobody relays yet."""
         self._head: ResponseHead | None = None
-        self._parser: _ResponseParser | None = None
-        self._decode = False
-        self._left: int | None = None
-        self._idle_seconds = math.inf
-        self._sink: Callable[[bytes], None] | None = None
-        self._backlog: list[bytes] = []
-        self._backlog_bytes = 0
+        self._parser: ResponseParser | None = None
+        self._left = -1
+        self._complete = False
+        self._error: UpstreamError | None = None
+        self._first_byte_seconds = self._idle_seconds = math.inf
+        self._sink: Sink | None = None
+        self._last_piece = b""
         self._paused_by_client = False
-        self._boundary = True
+        self._reading_paused = False
+        # What was relayed in this exchange; read by whoever observes it.
+        self.pieces = 0
+        """Of the body, as the network cut it: of a stream about one per event."""
+        self.first_at = self.last_at = math.nan
+        self.longest_gap = 0.0
+        """Seconds between two pieces."""
 
     # --- the exchange ---
 
     async def send(
-        self,
-        head: bytes,
-        pieces: Sequence[Buffer],
-        *,
-        first_byte_seconds: float,
-        idle_seconds: float,
-        decode: bool,
+        self, head: bytes, pieces: Sequence[Buffer], *, first_byte_seconds: float, idle_seconds: float
     ) -> ResponseHead:
         """Send a request and wait for the head of the answer.
 
@@ -173,40 +121,61 @@ class UpstreamConnection(asyncio.Protocol):
             ConnectionLost: see there.
             AnswerTimedOut: no head within ``first_byte_seconds``.
         """
-        assert self._transport is not None
-        reused = self._exchanges > 0
-        if self.lost or self._transport.is_closing():
-            raise ConnectionLost("the engine closed the connection", stale=reused)
+        transport = self._transport
+        assert transport is not None
+        if self.lost or transport.is_closing():
+            raise ConnectionLost("the engine closed the connection", stale=self._exchanges > 0)
         self._exchanges += 1
-        self.idle = False
-        self._head_waiter = self._loop.create_future()
-        self._done = self._loop.create_future()
-        self._received.clear()
-        self._head = self._parser = self._left = self._sink = None
-        self._decode = decode
-        self._boundary = True
+        self._busy = True
+        waiter: asyncio.Future[ResponseHead] = self._loop.create_future()
+        self._head_waiter = waiter
+        self._done = self._head = self._parser = self._sink = self._error = None
+        self._received = self._last_piece = b""
+        self._complete = False
+        self.pieces = 0
+        self.longest_gap = 0.0
+        self._first_byte_seconds = first_byte_seconds
         self._idle_seconds = idle_seconds
-        self.deadline = self._loop.time() + first_byte_seconds
-        self._transport.writelines([head, *pieces])
-        return await self._head_waiter
+        self.last_at = now = monotonic()
+        self.deadline = now + first_byte_seconds
+        transport.writelines([head, *pieces])
+        return await waiter
 
-    async def relay(self, sink: Callable[[bytes], None]) -> None:
+    async def relay(self, sink: Sink, *, decoded: bool = False, prefix: bytes = b"") -> None:
         """Hand body bytes to ``sink`` until the answer is complete.
+
+        Args:
+            sink: takes each piece as it comes; it must not raise.
+            decoded: without chunk framing, whatever framing the engine uses.
+            prefix: for ``sink`` before all of it, in one piece with what is already there: a response head written
+                alone costs another system call.
 
         Raises:
             ConnectionLost, AnswerTimedOut: the answer stays incomplete.
         """
-        assert self._done is not None
+        head = self._head
+        assert head is not None
+        if decoded and head.chunked:
+            self._parser = DecodingParser()
+        data, self._received = self._received, b""
         self._sink = sink
-        backlog, self._backlog, self._backlog_bytes = self._backlog, [], 0
-        for data in backlog:
-            sink(data)
+        piece = self._follow(data) if data or self._left == 0 else b""
+        if piece or prefix:
+            sink(prefix + piece)
+        if self.lost and not self._complete and self._error is None:
+            self._end_of_connection()
+        if self._error is not None:
+            raise self._error
+        if self._complete:
+            return
+        self._done = self._loop.create_future()
         self._update_reading()
         await self._done
 
-    def replace_sink(self, sink: Callable[[bytes], None]) -> None:
-        """Change where body bytes go (for a sink that only wants the first piece)."""
-        self._sink = sink
+    def replace_sink(self, sink: Sink) -> None:
+        """Change where body bytes go: for a sink that only wants the first piece."""
+        if self._sink is not None:
+            self._sink = sink
 
     def pause(self) -> None:
         """The client does not keep up: stop reading."""
@@ -219,16 +188,36 @@ class UpstreamConnection(asyncio.Protocol):
         self._update_reading()
 
     @property
+    def ends_with_connection(self) -> bool:
+        """Whether the engine's answer ends with its connection: anything may follow what was relayed so far."""
+        return self._head is not None and self._head.ends_with_connection
+
+    @property
     def at_chunk_boundary(self) -> bool:
-        """Whether a new chunk may follow what was relayed so far."""
-        return self._boundary and (self._parser is None or not self._parser.in_chunk)
+        """Whether a chunk of the router's own may follow what was relayed so far of a chunked body."""
+        parser = self._parser
+        if parser is None or isinstance(parser, DecodingParser) or self._head is None or not self._head.chunked:
+            return False
+        return not parser.in_chunk and (not self.pieces or self._last_piece.endswith(b"\r\n"))
+
+    @property
+    def at_line_start(self) -> bool:
+        """Whether a line of the router's own may follow what was relayed so far, in whatever framing it was relayed."""
+        if not self.pieces:
+            return True
+        if self.at_chunk_boundary:
+            return self._last_piece.endswith(b"\n\r\n")
+        unframed = self.ends_with_connection or isinstance(self._parser, DecodingParser)
+        return unframed and self._last_piece.endswith(b"\n")
 
     def release(self) -> None:
         """End the exchange: keep the connection if its answer was complete, else close it."""
-        done, self._head_waiter, self._done, self._sink = self._done, None, None, None
-        self._backlog, self._backlog_bytes, self._paused_by_client = [], 0, False
-        complete = done is not None and done.done() and not done.cancelled() and done.exception() is None
-        if complete and self._head is not None and self._head.keep_alive and not self.lost:
+        self._busy = False
+        self._head_waiter = self._done = self._sink = None
+        self._received = self._last_piece = b""
+        self._paused_by_client = False
+        if self._complete and self._head is not None and self._head.keep_alive and not self.lost:
+            self._update_reading()
             self._pool.put(self)
         else:
             self.abort()
@@ -249,99 +238,118 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        self._broken = exc is not None
         self.deadline = math.inf
         self._pool.forget(self)
-        if self._head_waiter is not None and not self._head_waiter.done():
+        if not self._busy or self._complete:
+            return
+        if self._head is None:
             stale = self._exchanges > 1 and not self._received
             self._fail(ConnectionLost("the engine closed the connection before it answered", stale=stale))
-        elif exc is None and self._head is not None and self._left is None and not self._head.chunked:
-            self._complete()  # a body that ends with its connection
-        else:
-            self._fail(ConnectionLost("the engine closed the connection within its answer"))
+        elif self._sink is not None:
+            self._end_of_connection()
 
     def data_received(self, data: bytes) -> None:
-        if self._done is None or self._done.done():
-            self.abort()  # an answer that nobody asked for
-        elif self._head is not None:
-            self._take_body(data)
-        else:
-            self._received += data
-            try:
-                self._take_head()
-            except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
-                self._fail(ConnectionLost(f"the engine's answer is not HTTP/1.1 ({error})"))
+        sink = self._sink
+        if sink is None:
+            self._keep(data)
+            return
+        piece = self._follow(data)
+        if piece:
+            sink(piece)
+        if self._complete and self._done is not None and not self._done.done():
+            self._done.set_result(None)
 
     def on_deadline(self) -> None:
         """The pool's sweep: idle too long, or silent too long."""
-        if not self.idle:
-            who = "the client took nothing" if self._paused_by_client else "the engine was silent"
-            self._fail(AnswerTimedOut(f"{who} for too long"))
-        self.abort()
+        if self.idle:
+            self.abort()
+            return
+        if self._head is None:
+            text = f"the engine sent no head within {self._first_byte_seconds:g} s"
+        elif (latest := self.last_at + self._idle_seconds) > monotonic():
+            self.deadline = latest  # not moved with every piece
+            return
+        elif self._paused_by_client:
+            text = f"the client took nothing for {self._idle_seconds:g} s"
+        else:
+            text = f"the engine was silent for {self._idle_seconds:g} s within its answer"
+        self._fail(AnswerTimedOut(text))
 
     # --- inside ---
+
+    def _keep(self, data: bytes) -> None:
+        if not self._busy or self._complete:
+            self.abort()  # an answer that nobody asked for
+            return
+        self._received += data
+        if self._head is not None:
+            self._update_reading()
+            return
+        try:
+            self._take_head()
+        except MalformedAnswer as error:
+            self._fail(ConnectionLost(f"the engine's answer is not HTTP/1.1 ({error})"))
 
     def _take_head(self) -> None:
         while (end := self._received.find(HEAD_END)) >= 0:
             end += len(HEAD_END)
-            parser = _DecodingParser() if self._decode else _ResponseParser()
-            head = parser.parse_head(bytes(self._received[:end]))
-            rest = bytes(self._received[end:])
-            if 100 <= head.status < 200 and head.status != 101:
-                self._received[:] = rest  # an interim answer: the next head is the one
-                continue
+            raw, self._received = self._received[:end], self._received[end:]
+            parser = ResponseParser()
+            head = parser.parse_head(raw)
+            if head.status < 200:
+                continue  # an interim answer: the next head is the one
             self._head, self._parser = head, parser
-            self._left = 0 if head.bodyless else head.length
-            self.deadline = self._loop.time() + self._idle_seconds
+            self._left = 0 if head.bodyless else -1 if head.length is None else head.length
+            self.last_at = now = monotonic()
+            self.deadline = now + self._idle_seconds
             if self._head_waiter is not None and not self._head_waiter.done():
                 self._head_waiter.set_result(head)
-            if rest or self._left == 0:
-                self._take_body(rest)
             return
         if len(self._received) > self._pool.limits.max_header_bytes:
-            raise ValueError("its head is too large")
+            raise MalformedAnswer("its head is too large")
 
-    def _take_body(self, data: bytes) -> None:
-        head, parser = self._head, self._parser
-        assert head is not None
-        assert parser is not None
-        self.deadline = self._loop.time() + self._idle_seconds
-        complete = False
-        if self._left is not None:
+    def _follow(self, data: bytes) -> bytes:
+        """What to hand on of ``data``; notes when, and whether it was the last of the body."""
+        now = monotonic()
+        if self._left >= 0:
             self._left -= len(data)
-            complete = self._left == 0
             if self._left < 0:
                 self._fail(ConnectionLost("the engine sent more than its answer"))
-                return
-        elif head.chunked:
+                return b""
+            self._complete = self._left == 0
+        elif self._head is not None and self._head.chunked:
+            assert self._parser is not None
             try:
-                parser.feed(data)
-            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+                data = self._parser.follow(data)
+            except MalformedAnswer as error:
                 self._fail(ConnectionLost(f"the engine's answer is not HTTP/1.1 ({error})"))
-                return
-            if parser.followed:
-                self._fail(ConnectionLost("the engine sent more than its answer"))
-                return
-            complete = parser.complete
-            self._boundary = data.endswith(b"\r\n")
-            if isinstance(parser, _DecodingParser):
-                data = b"".join(parser.decoded)
-                parser.decoded.clear()
-        if data:
-            if self._sink is not None:
-                self._sink(data)
-            else:
-                self._backlog.append(data)
-                self._backlog_bytes += len(data)
-                self._update_reading()
-        if complete:
-            self._complete()
+                return b""
+            self._complete = self._parser.complete
+        if self._complete:
+            self.deadline = math.inf
+            self._sink = None
+        if self.pieces:
+            if now - self.last_at > self.longest_gap:
+                self.longest_gap = now - self.last_at
+        else:
+            self.first_at = now
+        self.pieces += 1
+        self.last_at = now
+        self._last_piece = data
+        return data
 
-    def _complete(self) -> None:
-        self.deadline = math.inf
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+    def _end_of_connection(self) -> None:
+        if self._head is not None and self._head.ends_with_connection and not self._broken:
+            self._complete = True
+            if self._done is not None and not self._done.done():
+                self._done.set_result(None)
+        else:
+            self._fail(ConnectionLost("the engine closed the connection within its answer"))
 
     def _fail(self, error: UpstreamError) -> None:
+        self._error = error
+        self._sink = None
         if self._head_waiter is not None and not self._head_waiter.done():
             self._head_waiter.set_exception(error)
         elif self._done is not None and not self._done.done():
@@ -350,10 +358,12 @@ class UpstreamConnection(asyncio.Protocol):
         self.abort()
 
     def _update_reading(self) -> None:
+        pause = self._paused_by_client or (self._sink is None and len(self._received) > _BACKLOG_BYTES)
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if pause is self._reading_paused or transport is None or transport.is_closing():
             return
-        if self._paused_by_client or self._backlog_bytes > _BACKLOG_BYTES:
+        self._reading_paused = pause
+        if pause:
             transport.pause_reading()
         else:
             transport.resume_reading()
@@ -368,7 +378,7 @@ class UpstreamPool:
         self.deadlines = deadlines
         self._idle: dict[str, list[UpstreamConnection]] = {}
 
-    async def acquire(self, endpoint: Endpoint, *, fresh: bool = False) -> UpstreamConnection:
+    async def acquire(self, endpoint: Origin, *, fresh: bool = False) -> UpstreamConnection:
         """A connection to ``endpoint``: an idle one, unless ``fresh``, else a new one.
 
         Raises:
@@ -378,7 +388,7 @@ class UpstreamPool:
         while idle and not fresh:
             connection = idle.pop()
             connection.idle = False
-            if not connection.lost and connection.deadline > self.loop.time():
+            if not connection.lost and connection.deadline > monotonic():
                 connection.deadline = math.inf
                 return connection
             connection.abort()
@@ -388,7 +398,7 @@ class UpstreamPool:
                     lambda: UpstreamConnection(self, endpoint), endpoint.host, endpoint.port
                 )
         except TimeoutError as error:
-            raise ConnectFailed("it accepted no connection in time") from error
+            raise ConnectFailed(f"it accepted no connection within {self.limits.connect_seconds:g} s") from error
         except OSError as error:
             raise ConnectFailed(f"no connection ({error.strerror or 'the name is unknown'})") from error
         return made
@@ -400,8 +410,7 @@ class UpstreamPool:
             connection.abort()
             return
         connection.idle = True
-        connection.deadline = self.loop.time() + self.limits.upstream_idle_seconds
-        connection.resume()
+        connection.deadline = monotonic() + self.limits.upstream_idle_seconds
         idle.append(connection)
 
     def forget(self, connection: UpstreamConnection) -> None:
