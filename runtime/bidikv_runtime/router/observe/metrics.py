@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from bidikv_runtime.contract import METRIC_TIME_TO_FIRST_TOKEN
 from bidikv_runtime.router.choice.endpoints import Pools
 from bidikv_runtime.router.observe.engine_view import EngineView
-from bidikv_runtime.router.observe.instruments import Counter, Gauge, Histogram, Key
+from bidikv_runtime.router.observe.instruments import Counter, Gauge, Histogram, Instrument, Key
 from bidikv_runtime.router.observe.record import Phase, Route, TurnRecord
 
-Instrument = TypeVar("Instrument", Counter, Gauge, Histogram)
+AnyInstrument = TypeVar("AnyInstrument", bound=Instrument)
 Leg = Literal["prefill", "decode"]
 RetryReason = Literal["connection", "status", "stale", "handover"]
 QueueRefusal = Literal["full", "timeout"]
@@ -82,12 +82,12 @@ Path = Literal["bidirectional", "oneway", "direct"]
 
 
 class RouterMetrics:
-    """One registry and its instruments."""
+    """All instruments of a router."""
 
     def __init__(self, max_sessions_remembered: int) -> None:
-        self.registry = CollectorRegistry()
-        self.instruments: list[Counter | Gauge | Histogram] = []
-        ProcessCollector(registry=self.registry)
+        self.instruments: list[Instrument] = []
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
         self.read_engines: Callable[[], Sequence[EngineView]] = list
         """Gives what is known of the engines, at each scrape."""
         self._pools = Pools()
@@ -130,7 +130,7 @@ class RouterMetrics:
 
     def _build_counters(self) -> None:
         count = self._counter
-        self._requests = count(REQUESTS, "Answers that began, by their status.", "route", "code")
+        self._requests = count(REQUESTS, "Answers that began, by their status.", "code", "route")
         self._outcomes = count(
             OUTCOMES,
             "Ended requests. answered: a whole answer, whatever its status; refused: by the router; broken: cut off.",
@@ -186,25 +186,25 @@ class RouterMetrics:
         gauge(
             ENGINE_LOAD,
             "Unfinished requests of an engine, of all replicas, as the choice of engines counts them.",
-            "role",
             "engine",
-            read=lambda: [((engine.role, engine.address), engine.load) for engine in self.read_engines()],
+            "role",
+            read=lambda: [((engine.address, engine.role), engine.load) for engine in self.read_engines()],
         )
         gauge(
             ENGINE_BREAKER,
             "Circuit breaker of an engine. 0: closed; 1: half open; 2: open.",
-            "role",
             "engine",
+            "role",
             read=lambda: [
-                ((engine.role, engine.address), _BREAKER_VALUES[engine.breaker]) for engine in self.read_engines()
+                ((engine.address, engine.role), _BREAKER_VALUES[engine.breaker]) for engine in self.read_engines()
             ],
         )
         gauge(
             ENGINE_REPORT_AGE,
             "Age of an engine's last report; +Inf without one.",
-            "role",
             "engine",
-            read=lambda: [((engine.role, engine.address), engine.report_age) for engine in self.read_engines()],
+            "role",
+            read=lambda: [((engine.address, engine.role), engine.report_age) for engine in self.read_engines()],
         )
         gauge(
             LOAD_IMBALANCE,
@@ -222,7 +222,7 @@ class RouterMetrics:
         self._live.pop(id(record), None)
         route, path = record.route, record.path
         if record.status:
-            self._requests.add((route, record.status))
+            self._requests.add((record.status, route))
         self._outcomes.add((record.outcome,))
         if record.outcome == "disconnected":
             self._disconnects.add((record.phase,))
@@ -281,7 +281,7 @@ class RouterMetrics:
 
     def count_refusal(self, status: int) -> None:
         """The server refused something that was no whole request."""
-        self._requests.add(("local", status))
+        self._requests.add((status, "local"))
 
     def count_retry(self, leg: Leg, reason: RetryReason) -> None:
         """A leg is sent again."""
@@ -322,7 +322,7 @@ class RouterMetrics:
 
     def count_answer(self, route: Route, status: int) -> None:
         """A response with ``status`` began."""
-        self._requests.add((route, status))
+        self._requests.add((status, route))
 
     def count_disconnect(self, phase: Phase) -> None:
         """A client left."""
@@ -332,7 +332,8 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """The text exposition of all metrics."""
-        return generate_latest(self.registry)
+        lines = [line for instrument in self.instruments for line in instrument.render()]
+        return "\n".join([*lines, ""]).encode() + generate_latest(self._process)
 
     def _read_endpoints(self) -> Iterable[tuple[Key, float]]:
         pools = self._pools
@@ -353,7 +354,7 @@ class RouterMetrics:
     # --- building ---
 
     def _counter(self, name: str, text: str, *labels: str, known: Iterable[Key] = ()) -> Counter:
-        return self._add(Counter(name.removesuffix("_total"), text, labels, known))
+        return self._add(Counter(name, text, labels, known))
 
     def _histogram(self, name: str, text: str, bounds: Sequence[float], *labels: str) -> Histogram:
         return self._add(Histogram(name, text, bounds, labels))
@@ -363,7 +364,6 @@ class RouterMetrics:
     ) -> Gauge:
         return self._add(Gauge(name, text, labels, read) if read else Gauge(name, text, labels))
 
-    def _add(self, instrument: Instrument) -> Instrument:
+    def _add(self, instrument: AnyInstrument) -> AnyInstrument:
         self.instruments.append(instrument)
-        self.registry.register(instrument)
         return instrument
