@@ -224,6 +224,8 @@ class RouterConfig:
     """One JSON line per request on standard output."""
     trace_endpoint: str = ""
     """OTLP/HTTP endpoint of OpenTelemetry traces, as ``http://collector:4318/v1/traces``. Empty: no traces."""
+    trace_ratio: float = 1.0
+    """Share of new traces that are sampled, 0 to 1. A client's trace keeps the client's decision."""
     debug: bool = False
     """Serve /debug/sessions and obey the header ``x-bidikv-path``."""
     version: int = 1
