@@ -24,7 +24,7 @@ import uvloop
 from bidikv_runtime.contract import ROUTER_CONFIG_DIR, ROUTER_CONFIG_FILE, ROUTER_PORT, RouterConfig
 from bidikv_runtime.router.choice.endpoints import Pools, parse_static
 from bidikv_runtime.router.choice.fleet import Fleet
-from bidikv_runtime.router.config import load_config
+from bidikv_runtime.router.config import add_config_arguments, load_config, override_config
 from bidikv_runtime.router.control.discovery import ApiServer, EndpointWatch
 from bidikv_runtime.router.http.deadlines import Deadlines
 from bidikv_runtime.router.http.server import Server
@@ -59,7 +59,7 @@ class Router:
         self.limits = limits
         self.deadlines = Deadlines(loop)
         self.metrics = RouterMetrics(limits.max_sessions_remembered)
-        self.fleet = Fleet(loop.time, limits.suspect_seconds)
+        self.fleet = Fleet(loop.time, limits, config)
         self.pool = UpstreamPool(loop, limits, self.deadlines)
         self.proxy = Proxy(config, limits, self.fleet, self.pool, self.metrics)
         self.server = Server(loop, self.proxy.serve, limits, self.deadlines, self.proxy.refuse)
@@ -130,6 +130,7 @@ def parse_settings(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--static-prefill", metavar="HOST:PORT[@LOOKUP_PORT],...", help="prefill engines; no cluster")
     parser.add_argument("--static-decode", metavar="HOST:PORT[@LOOKUP_PORT],...", help="decode engines; no cluster")
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    add_config_arguments(parser)
     add_limit_arguments(parser)
     given = parser.parse_args(arguments)
     logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -139,11 +140,12 @@ def parse_settings(arguments: Sequence[str] | None) -> Settings:
         config = RouterConfig(namespace="", prefill_service="", decode_service="", served_model_name="")
     else:
         config = load_config(given.config or Path(ROUTER_CONFIG_DIR) / ROUTER_CONFIG_FILE)
+    config = override_config(config, given)
     static = None
     if is_static:
         static = Pools(
-            parse_static(given.static_prefill or "", config.lookup_port),
-            parse_static(given.static_decode or "", config.lookup_port),
+            parse_static(given.static_prefill or "", config.lookup_port, config.state_port),
+            parse_static(given.static_decode or "", config.lookup_port, config.state_port),
         )
         if not static.prefill or not static.decode:
             raise ValueError("static mode needs at least one engine in --static-prefill and in --static-decode")

@@ -84,6 +84,6 @@ def build_limits(arguments: argparse.Namespace) -> Limits:
     """
     values = {item.name: getattr(arguments, item.name) for item in fields(Limits)}
     for name, value in values.items():
-        if value < 0:
+        if not value >= 0:  # nan neither
             raise ValueError(f"--{name.replace('_', '-')} is {value}; give a number of at least 0")
     return Limits(**values)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bidikv_runtime.router.choice.endpoints import Endpoint, Pools, parse_static
-from bidikv_runtime.router.choice.fleet import Fleet, RetryBudget
+from bidikv_runtime.router.choice.fleet import RetryBudget
 from bidikv_runtime.router.choice.policy import choose_prefill, choose_sources, rank_endpoints
 from bidikv_runtime.router.choice.ring import compute_weight, rank
 
@@ -144,30 +144,11 @@ def test_static_engines() -> None:
     parsed = parse_static("10.0.0.1:8000, [fd00::1]:81@5701,name:8002,", 5700)
     assert [e.address for e in parsed] == ["10.0.0.1:8000", "[fd00::1]:81", "name:8002"]
     assert [e.lookup for e in parsed] == ["10.0.0.1:5700", "[fd00::1]:5701", "name:5700"]
-    for wrong in ("10.0.0.1", ":8000", "a:b", "a:1@b"):
+    given = parse_static("a:1,b:2@3,c:4@5@6", 5700, 5800)
+    assert [(e.lookup_port, e.state_port) for e in given] == [(5700, 5800), (3, 5800), (5, 6)]
+    for wrong in ("10.0.0.1", ":8000", "a:b", "a:1@b", "a:1@2@b", "a:1@2@3@4"):
         with pytest.raises(ValueError, match="host:port"):
             parse_static(wrong, 5700)
-
-
-def test_suspicion_ends() -> None:
-    now = 100.0
-    fleet = Fleet(lambda: now, suspect_seconds=5)
-    fleet.replace(Pools((endpoint(1), endpoint(2)), ()))
-    fleet.suspect(endpoint(1))
-    fleet.suspect(endpoint(2))
-    fleet.clear(endpoint(2))
-    assert fleet.suspects() == {"10.0.0.1:8000"}
-    now = 106.0
-    assert fleet.suspects() == frozenset()
-
-
-def test_outstanding_work_is_counted_while_it_runs() -> None:
-    fleet = Fleet(lambda: 0.0, suspect_seconds=5)
-    with fleet.working(endpoint(1), 10), fleet.working(endpoint(1), 5):
-        assert fleet.outstanding == {"10.0.0.1:8000": 15}
-    with pytest.raises(RuntimeError), fleet.working(endpoint(1), 10):
-        raise RuntimeError
-    assert fleet.outstanding == {}
 
 
 def test_the_retry_budget() -> None:

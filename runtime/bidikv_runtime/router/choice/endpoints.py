@@ -26,6 +26,12 @@ class Endpoint:
     ready: bool = True
     serving: bool = True
     terminating: bool = False
+    zone: str = ""
+    """``topology.kubernetes.io/zone`` of its node; empty when unknown."""
+    state_port: int = 0
+    """Of its reports; 0 when it gives none."""
+    name: str = ""
+    """Of the pod, for people."""
     address: str = field(init=False)
     """``host:port``: the identity in rankings, loads and pools."""
     lookup: str = field(init=False)
@@ -62,20 +68,26 @@ class Pools:
 
 def _select_ready(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
     # A Service that publishes unready addresses reports ready for all; serving still tells the truth then.
-    return tuple(e for e in endpoints if e.ready and e.serving and not e.terminating)
+    return tuple(e for e in endpoints if is_ready(e))
 
 
-def parse_static(text: str, lookup_port: int) -> tuple[Endpoint, ...]:
-    """Engines from ``host:port[@lookup_port][,...]``.
+def is_ready(endpoint: Endpoint) -> bool:
+    """Whether it gets requests."""
+    return endpoint.ready and endpoint.serving and not endpoint.terminating
+
+
+def parse_static(text: str, lookup_port: int, state_port: int = 0) -> tuple[Endpoint, ...]:
+    """Engines from ``host:port[@lookup_port[@state_port]][,...]``.
 
     Raises:
         ValueError: an entry is malformed; the sentence names it.
     """
     endpoints = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
-        address, _, lookup = entry.partition("@")
+        address, *ports = entry.split("@")
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or (lookup and not lookup.isdigit()):
-            raise ValueError(f"the static engine {entry!r} is not host:port or host:port@lookup_port")
-        endpoints.append(Endpoint(host.strip("[]"), int(port), int(lookup) if lookup else lookup_port))
+        if not host or len(ports) > 2 or not all(number.isdigit() for number in (port, *ports)):
+            raise ValueError(f"the static engine {entry!r} is not host:port or host:port@lookup_port[@state_port]")
+        lookup, state = [*map(int, ports), *(lookup_port, state_port)[len(ports) :]]
+        endpoints.append(Endpoint(host.strip("[]"), int(port), lookup, state_port=state))
     return tuple(endpoints)

@@ -1,88 +1,430 @@
-"""What this router knows about the engines right now: the snapshot, the load it put on them, and fresh failures.
+"""What this replica knows about the engines right now: the only mutable state that requests share.
 
-The only mutable state that requests share. Everything is bounded by the number of engines.
+The snapshot of engines, their last reports, this replica's own work on them, breakers, what was learnt of durations,
+and a short memory of its own turns. Decisions are made in the modules beside it; this class holds what they rest on.
+Nothing here waits or does I/O; everything is bounded by the number of engines or by a limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import random
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from typing import Final
 
-from bidikv_runtime.router.choice.endpoints import Endpoint, Pools
+from bidikv_runtime.contract import EngineReport, RouterConfig
+from bidikv_runtime.router.choice.breaker import Breaker, BreakerLimits, Failure
+from bidikv_runtime.router.choice.budget import RetryBudget as RetryBudget
+from bidikv_runtime.router.choice.costs import Overheads, TokensPerByte
+from bidikv_runtime.router.choice.decode import compute_capacity, compute_tier, order_decode
+from bidikv_runtime.router.choice.endpoints import Endpoint, Pools, Role, is_ready
+from bidikv_runtime.router.choice.engine import Engine, Totals, Work
+from bidikv_runtime.router.choice.memory import Memory
+from bidikv_runtime.router.choice.path import (
+    Decision,
+    Estimate,
+    LastTurn,
+    Situation,
+    TurnFacts,
+    choose_path,
+    estimate_turn,
+)
+from bidikv_runtime.router.choice.prefill import choose_prefill, compute_wait
+from bidikv_runtime.router.choice.ranking import Holder, Ranked, rank_engines
+from bidikv_runtime.router.choice.sources import order_sources
+from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.observe.engine_view import EngineView
+
+_MOST_RANKINGS: Final = 8192
+"""Kept; an engine costs about 1 us to rank, a kept ranking of 64 engines about 6 KB."""
+_EXPLORE_EVERY: Final = 32
+"""Of the turns for which decode alone seems slower, one goes there all the same."""
+_MEMORY_SECONDS: Final = 60.0
+"""How long an engine that does not report is believed to hold what it served."""
+_REPORT_SLACK: Final = 0.1
+"""Seconds that a report may take to arrive: it does not know a turn that ended meanwhile."""
 
 
 class Fleet:
-    """Engines and their outstanding work."""
+    """Engines, what they do and what they hold."""
 
-    def __init__(self, clock: Callable[[], float], suspect_seconds: float) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        limits: Limits,
+        config: RouterConfig,
+        random_source: random.Random | None = None,
+    ) -> None:
+        """
+        Args:
+            clock: seconds, monotonic.
+            limits: bounds.
+            config: what the operator asked for.
+            random_source: for the breakers' jitter; tests give a seeded one.
+        """
         self._clock = clock
-        self._suspect_seconds = suspect_seconds
-        self._suspected_until: dict[str, float] = {}
+        self._limits = limits
+        self._config = config
+        self._random = random_source or random.Random()
+        self._breaker_limits = BreakerLimits(
+            limits.breaker_failures, limits.breaker_seconds, limits.breaker_max_seconds, limits.probe_seconds
+        )
         self.pools = Pools()
         self.known = False
         """Whether a first snapshot arrived."""
-        self.outstanding: dict[str, int] = {}
-        """Address -> prompt bytes of running prefill legs."""
+        self._prefill: dict[str, Engine] = {}
+        self._decode: dict[str, Engine] = {}
+        self._ready_prefill: list[Engine] = []
+        self._serving_decode: list[Engine] = []
+        self._warming: set[Engine] = set()
+        self._unwell: set[Engine] = set()
+        """Their breaker is not closed."""
+        self._candidates = 0
+        self._totals = Totals()
+        self._typical_speed = 0.0
+        self._rankings: dict[bytes, list[Ranked]] = {}
+        self._memory = Memory(limits.max_sessions_remembered)
+        self._tokens_per_byte = TokensPerByte()
+        self._local_overheads = Overheads()
+        self._prefill_overheads = Overheads()
+        self._slower = 0
+        """Turns for which decode alone seemed slower."""
+        self.on_busy: Callable[[], None] | None = None
+        """Called when work begins after there was none."""
+
+    # --- what comes in ---
 
     def replace(self, pools: Pools) -> None:
         """Take a new snapshot; requests that already chose keep their engines."""
+        now = self._clock()
+        before = set(self.pools.ready_decode) if self.known else None
+        self._prefill = self._match(self._prefill, pools.prefill, "prefill")
+        self._decode = self._match(self._decode, pools.decode, "decode")
+        known_ready = {endpoint.address for endpoint in before} if before is not None else None
+        for endpoint in pools.ready_decode:
+            # With no ready engine before there is nobody who could take the sessions meanwhile.
+            if known_ready and endpoint.address not in known_ready and self._limits.warm_seconds > 0:
+                self._decode[endpoint.address].warm_from = now
         self.pools = pools
         self.known = True
-        present = {endpoint.address for endpoint in (*pools.prefill, *pools.decode)}
-        self._suspected_until = {a: until for a, until in self._suspected_until.items() if a in present}
+        self._ready_prefill = [self._prefill[endpoint.address] for endpoint in pools.ready_prefill]
+        self._serving_decode = [self._decode[endpoint.address] for endpoint in pools.serving_decode]
+        self._rankings.clear()
+        present = {*self._prefill.values(), *self._decode.values()}
+        self._unwell &= present
+        self._warming = {engine for engine in self._decode.values() if engine.warm_from is not None}
+        self._judge_decode()
+
+    def _match(self, known: dict[str, Engine], endpoints: tuple[Endpoint, ...], role: Role) -> dict[str, Engine]:
+        matched: dict[str, Engine] = {}
+        for endpoint in endpoints:
+            engine = known.get(endpoint.address)
+            if engine is None:
+                engine = Engine(endpoint, role, Breaker(self._breaker_limits, self._random), self._totals, None)
+            engine.endpoint = endpoint
+            matched[endpoint.address] = engine
+        for address, engine in known.items():
+            if address not in matched:
+                engine.candidate = False
+        return matched
+
+    def take_report(self, endpoint_address: str, report: EngineReport | None) -> None:
+        """Take an engine's report; None: it does not report (any more)."""
+        now = self._clock()
+        for engines in (self._prefill, self._decode):
+            engine = engines.get(endpoint_address)
+            if engine is None:
+                continue
+            before = engine.compatibility
+            engine.take_report(report, now)
+            if engine.compatibility != before:
+                self._judge_decode()
+            if report is not None:
+                for session in report.sessions[-1:]:  # one is enough for a moving average
+                    self._tokens_per_byte.observe(session.body_bytes, session.prompt_tokens)
+        speeds = [engine.speed for engine in self._ready_prefill if engine.speed > 0]
+        self._typical_speed = sum(speeds) / len(speeds) if speeds else 0.0
+
+    def _judge_decode(self) -> None:
+        """Find the tier of every decode engine, and which ones are candidates."""
+        ready = {endpoint.address for endpoint in self.pools.ready_decode}
+        engines = list(self._decode.values())
+        for engine in engines:
+            engine.tier = compute_tier(engine, self._ready_prefill) if engine.endpoint.address in ready else 3
+        groups = (
+            [e for e in engines if e.tier <= 1 and e.breaker.state == "closed"],
+            [e for e in engines if e.tier <= 1],
+            [e for e in engines if e.tier == 2 and e.breaker.state == "closed"],
+            [e for e in engines if e.tier == 2],
+        )
+        chosen = next((group for group in groups if group), [])
+        for engine in engines:
+            engine.candidate = False
+        for engine in chosen:
+            engine.candidate = True
+        self._candidates = len(chosen)
+        self._totals.load = sum(engine.load for engine in chosen)
+
+    # --- what is chosen ---
 
     def explain_unready(self) -> str | None:
         """Why no turn can be served now; None when one can."""
         return self.pools.explain_unready() if self.known else "The list of engines has not arrived yet."
 
+    def choose_decode(self, session: bytes) -> list[Endpoint]:
+        """Decode engines for a turn of ``session`` in the order to try; none when none is ready."""
+        now = 0.0
+        if self._warming:
+            now = self._clock()
+            self._end_warm_up(now)
+        chosen = order_decode(
+            self._rank(session),
+            self._find_holders(session),
+            compute_capacity(self._totals.load, self._candidates, self._limits.spill_floor),
+            self._warming,
+            now=now,
+            warm_seconds=self._limits.warm_seconds,
+        )
+        return [engine.endpoint for engine in chosen]
+
+    def choose_sources(self, session: bytes, decode: Endpoint, count: int) -> list[str]:
+        """Lookup addresses of decode engines that most likely hold the session's KV, at most ``count``."""
+        if self._config.reuse != "Bidirectional" or count <= 0:
+            return []
+        engine = self._decode.get(decode.address)
+        if engine is None:
+            return []
+        chosen = order_sources(self._rank(session), self._find_holders(session), engine, count)
+        return [source.endpoint.lookup for source in chosen]
+
+    def choose_prefill(self, session: bytes, decode: Endpoint, exclude: Collection[str] = ()) -> Endpoint | None:
+        """The prefill engine for a turn that ``decode`` will answer; None when there is no other."""
+        engine = self._decode.get(decode.address)
+        if engine is None:
+            return None
+        chosen = choose_prefill(
+            session,
+            self._ready_prefill,
+            engine,
+            exclude,
+            typical_speed=self._typical_speed,
+            zone_margin_seconds=self._limits.zone_margin_seconds,
+        )
+        return chosen.endpoint if chosen is not None else None
+
+    def choose_path(self, turn: TurnFacts, decode: Endpoint) -> Decision:
+        """Which way a turn takes that ``decode`` will answer."""
+        engine = self._decode.get(decode.address)
+        if engine is None:
+            return Decision("plain", "unknown")
+        holders = self._find_holders(turn.session)
+        usual = self._tokens_per_byte.estimate(turn.body_bytes)
+        own = next((holder.last for holder in holders if holder.engine is engine), None)
+        readable = [holder for holder in holders if holder.engine.fits(engine)]
+        best = max(readable, key=lambda holder: holder.last.held_tokens, default=None)
+        at_decode = estimate_turn(own, turn.body_bytes, usual)
+        at_sources = estimate_turn(best.last, turn.body_bytes, usual) if best is not None else Estimate(usual, usual)
+        noted = self._memory.get(turn.session)
+        waits = [compute_wait(e, self._typical_speed) for e in self._ready_prefill if e.fits(engine)]
+        decision = choose_path(
+            Situation(
+                turn=turn,
+                reuse=self._config.reuse == "Bidirectional",
+                local_limit=self._config.local_limit_tokens,
+                at_decode=at_decode,
+                known_at_decode=own is not None,
+                known_anywhere=bool(holders),
+                at_sources=at_sources,
+                refused=noted is not None and noted.skip > 0,
+                backlog=engine.queued_tokens,
+                backlog_limit=self._limits.local_backlog_tokens,
+                streams=engine.load,
+                stall_seconds=self._limits.local_stall_seconds,
+                decode_speed=engine.speed or self._typical_speed,
+                prefill_speed=self._typical_speed,
+                prefill_wait=min(waits, default=0.0),
+                local_overhead=self._local_overheads.estimate(at_decode.prompt_tokens),
+                prefill_overhead=self._prefill_overheads.estimate(at_sources.prompt_tokens),
+                explore=self._slower % _EXPLORE_EVERY == _EXPLORE_EVERY - 1,
+            )
+        )
+        if decision.reason in ("slower", "explore"):
+            self._slower += 1
+        return decision
+
+    def _rank(self, session: bytes) -> list[Ranked]:
+        ranking = self._rankings.get(session)
+        if ranking is None:
+            if len(self._rankings) >= _MOST_RANKINGS:
+                del self._rankings[next(iter(self._rankings))]
+            ranking = self._rankings[session] = rank_engines(session, self._serving_decode)
+        return ranking
+
+    def _find_holders(self, session: bytes) -> list[Holder]:
+        """Engines that hold KV of ``session``, by their reports and this replica's own memory."""
+        name = session.hex()
+        holders = [
+            Holder(engine, LastTurn(held.prompt_tokens, held.held_tokens, held.body_bytes))
+            for engine in self._serving_decode
+            if (held := engine.held.get(name)) is not None
+        ]
+        noted = self._memory.get(session)
+        if noted is None or (engine := self._decode.get(noted.decode)) is None or not engine.endpoint.serving:
+            return holders
+        if engine.report is None:
+            if self._clock() - noted.ended_at > _MEMORY_SECONDS:
+                return holders
+        elif noted.ended_at < engine.reported_at - _REPORT_SLACK:
+            return holders  # the report knows better
+        reported = engine.held.get(name)
+        if reported is not None:
+            if reported.body_bytes == noted.body_bytes:
+                return holders  # it knows this turn already, and the answer's tokens, too
+            holders = [holder for holder in holders if holder.engine is not engine]
+        holders.append(Holder(engine, LastTurn(noted.prompt_tokens, noted.prompt_tokens, noted.body_bytes)))
+        return holders
+
+    def _end_warm_up(self, now: float) -> None:
+        over = [e for e in self._warming if e.warm_from is None or now - e.warm_from >= self._limits.warm_seconds]
+        for engine in over:
+            engine.warm_from = None
+            self._warming.discard(engine)
+
+    # --- what happens ---
+
+    def prefilling(self, endpoint: Endpoint, tokens: int) -> Work:
+        """A prefill leg that computes about ``tokens`` goes out; :meth:`Work.end` when it is over."""
+        return self._begin(self._prefill, endpoint, "prefill", tokens, sent=True)
+
+    def decoding(self, endpoint: Endpoint, tokens: int = 0, *, sent: bool = False) -> Work:
+        """A turn will be answered by ``endpoint``, from now until :meth:`Work.end`.
+
+        Args:
+            endpoint: as :meth:`choose_decode` gave it.
+            tokens: of the prompt, that it computes itself; until :meth:`Work.finish_prompt`.
+            sent: its request goes out now; else :meth:`Work.send` when it does.
+        """
+        return self._begin(self._decode, endpoint, "decode", tokens, sent=sent)
+
+    def _begin(self, engines: dict[str, Engine], endpoint: Endpoint, role: Role, tokens: int, *, sent: bool) -> Work:
+        engine = engines.get(endpoint.address)
+        if engine is None:  # it left the fleet a moment ago
+            engine = Engine(endpoint, role, Breaker(self._breaker_limits, self._random), self._totals, None)
+        if not self._totals.works and self.on_busy is not None:
+            self.on_busy()
+        return Work(engine, tokens, sent=sent)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any work of this replica is under way."""
+        return self._totals.works > 0
+
+    def note_failure(self, endpoint: Endpoint, kind: Failure) -> None:
+        """An engine failed."""
+        now = self._clock()
+        for engine in self._find(endpoint):
+            if engine.breaker.note_failure(kind, now):
+                self._unwell.add(engine)
+                self._judge_decode()
+
+    def note_success(self, endpoint: Endpoint) -> None:
+        """An engine answered."""
+        for engine in self._find(endpoint):
+            if engine.breaker.note_success(self._clock()):
+                self._unwell.discard(engine)
+                self._judge_decode()
+
+    def _find(self, endpoint: Endpoint) -> list[Engine]:
+        address = endpoint.address
+        return [e for e in (self._prefill.get(address), self._decode.get(address)) if e is not None]
+
+    def due_probes(self) -> list[Endpoint]:
+        """Engines to be asked for their health now; each counts as asked, its answer is a failure or success."""
+        if not self._unwell:
+            return []
+        now = self._clock()
+        return [engine.endpoint for engine in self._unwell if engine.breaker.take_probe(now)]
+
+    def observe_prefill(
+        self, endpoint: Endpoint, decision: Decision, prompt_tokens: int | None, seconds: float
+    ) -> None:
+        """A prefill leg succeeded.
+
+        Args:
+            endpoint: its engine.
+            decision: as :meth:`choose_path` gave it.
+            prompt_tokens: as its answer tells; None when it does not.
+            seconds: from its request to its answer.
+        """
+        engine = self._prefill.get(endpoint.address)
+        if engine is not None and engine.report is None and prompt_tokens and seconds > 0:
+            computed = prompt_tokens - max(0, decision.prompt_tokens - decision.uncached_tokens)
+            engine.observe_speed(computed, seconds)
+
+    def observe_first_byte(self, decision: Decision, seconds: float) -> None:
+        """The first byte of a streamed answer came ``seconds`` after its first leg went out."""
+        if not math.isnan(decision.compute_seconds):
+            overheads = self._local_overheads if decision.path == "local" else self._prefill_overheads
+            overheads.observe(decision.prompt_tokens, seconds - decision.compute_seconds)
+
+    def note_local(self, session: bytes, *, refused: bool) -> None:
+        """A decode engine answered alone, or refused to."""
+        self._memory.note_local(session, refused=refused)
+
+    def note_turn(self, session: bytes, decode: Endpoint, body_bytes: int, prompt_tokens: int | None) -> None:
+        """A turn was answered to its end just now."""
+        tokens = prompt_tokens or self._tokens_per_byte.estimate(body_bytes)
+        if prompt_tokens:
+            self._tokens_per_byte.observe(body_bytes, prompt_tokens)
+        self._memory.note_turn(session, decode.address, body_bytes, tokens, self._clock())
+
+    # --- what others see ---
+
+    def describe(self) -> list[EngineView]:
+        """Every known engine at this moment."""
+        now = self._clock()
+        return [
+            EngineView(
+                role=engine.role,
+                address=engine.endpoint.address,
+                name=engine.endpoint.name,
+                zone=engine.endpoint.zone,
+                state="ready"
+                if is_ready(engine.endpoint)
+                else "terminating"
+                if engine.endpoint.terminating
+                else "unready",
+                breaker=engine.breaker.state,
+                load=engine.load,
+                queued_tokens=engine.queued_tokens,
+                prefill_tokens_per_second=engine.speed,
+                report_age=math.inf if engine.report is None else now - engine.reported_at,
+                compatibility=engine.compatibility,
+                sessions=len(engine.held),
+            )
+            for engine in (*self._prefill.values(), *self._decode.values())
+        ]
+
+    # --- until proxy.py has moved over ---
+
     def suspect(self, endpoint: Endpoint) -> None:
-        """Note a failed connection."""
-        self._suspected_until[endpoint.address] = self._clock() + self._suspect_seconds
+        self.note_failure(endpoint, "connect")
 
     def clear(self, endpoint: Endpoint) -> None:
-        """Note that the engine answered."""
-        self._suspected_until.pop(endpoint.address, None)
+        self.note_success(endpoint)
 
     def suspects(self) -> frozenset[str]:
-        """Addresses to choose last now."""
-        if not self._suspected_until:
-            return frozenset()
-        now = self._clock()
-        return frozenset(address for address, until in self._suspected_until.items() if until > now)
+        return frozenset(engine.endpoint.address for engine in self._unwell)
+
+    @property
+    def outstanding(self) -> dict[str, int]:
+        return {address: engine.queued_tokens for address, engine in self._prefill.items()}
 
     @contextmanager
     def working(self, endpoint: Endpoint, prompt_bytes: int) -> Iterator[None]:
-        """Count ``prompt_bytes`` as outstanding on ``endpoint`` while the block runs."""
-        address = endpoint.address
-        self.outstanding[address] = self.outstanding.get(address, 0) + prompt_bytes
+        work = self.prefilling(endpoint, prompt_bytes)
         try:
             yield
         finally:
-            left = self.outstanding[address] - prompt_bytes
-            if left:
-                self.outstanding[address] = left
-            else:
-                del self.outstanding[address]
-
-
-class RetryBudget:
-    """Lets retries be a share of requests, with a reserve for bursts.
-
-    Why: when every engine fails, unlimited retries double the load on what is left.
-    """
-
-    def __init__(self, ratio: float, reserve: float) -> None:
-        self._ratio = ratio
-        self._reserve = reserve
-        self._balance = reserve
-
-    def deposit(self) -> None:
-        """Count one request."""
-        self._balance = min(self._reserve, self._balance + self._ratio)
-
-    def withdraw(self) -> bool:
-        """Take one retry; false when none is left."""
-        if self._balance < 1:
-            return False
-        self._balance -= 1
-        return True
+            work.end()

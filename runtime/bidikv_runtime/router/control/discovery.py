@@ -41,9 +41,15 @@ class _Conditions(msgspec.Struct):
     terminating: bool | None = None
 
 
+class _Reference(msgspec.Struct):
+    name: str = ""
+
+
 class _SliceEndpoint(msgspec.Struct):
     addresses: list[str]
     conditions: _Conditions = msgspec.field(default_factory=_Conditions)
+    zone: str | None = None
+    targetRef: _Reference | None = None
 
 
 class _Metadata(msgspec.Struct):
@@ -100,6 +106,9 @@ def build_pools(slices: Iterable[EndpointSlice], config: RouterConfig) -> Pools:
                 ready=ready,
                 serving=ready if entry.conditions.serving is None else entry.conditions.serving,
                 terminating=bool(entry.conditions.terminating),
+                zone=entry.zone or "",
+                state_port=config.state_port,
+                name=entry.targetRef.name if entry.targetRef else "",
             )
             known = service.get(endpoint.address)
             if known is None or (endpoint.serving, endpoint.ready) > (known.serving, known.ready):
