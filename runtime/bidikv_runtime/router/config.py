@@ -1,19 +1,41 @@
-"""Load the mounted configuration file.
+"""Load the mounted configuration file, and let flags override it.
 
-It is read once: the operator rolls the pods when it changes. Every error is one sentence that names the file and the
-field.
+It is read once: the operator rolls the pods when it changes. What is no name or port of the cluster is also a flag, so
+that a router with static engines can use everything. Every error is one sentence that names where the value came from,
+the field, and what to give instead.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
 from bidikv_runtime.contract import RouterConfig
 
 SUPPORTED_VERSION: Final = 1
+
+_FLAGS: Final = {
+    "reuse": "where KV may come from for prefill: decode (Bidirectional), or nowhere (OneWay)",
+    "source_count": "decode engines that are offered to prefill as sources",
+    "state_port": "engines' port for reports; 0 to ask for none",
+    "local_limit_tokens": "most prompt tokens that decode may compute alone; 0 for never",
+    "missing_prefill": "when prefill does not say what it computed: decode computes it (Decode), or 502 (Fail)",
+    "continue_streams": "go on with a stream on another engine when decode dies within",
+    "cache_salt_by_tenant": "keep tenants' prefix caches apart",
+    "tls_dir": "folder with tls.crt and tls.key: serve HTTPS",
+    "access_log": "write one JSON line per request to standard output",
+    "trace_endpoint": "OTLP/HTTP endpoint of OpenTelemetry traces, as http://collector:4318/v1/traces",
+    "trace_ratio": "share of new traces that are sampled, 0 to 1",
+    "debug": "serve /debug/sessions and obey x-bidikv-path",
+}
+"""Fields of the configuration that are also flags. The others name the cluster's things."""
 
 
 class ConfigError(ValueError):
@@ -48,9 +70,75 @@ def parse_config(text: bytes, origin: str) -> RouterConfig:
             f"{origin}: version {config.version} is not supported, only {SUPPORTED_VERSION}; "
             "use an operator and a router of the same release."
         )
-    if config.source_count < 0:
-        raise ConfigError(f"{origin}: source_count is {config.source_count}; give a number of at least 0.")
-    for name in ("engine_port", "lookup_port"):
-        if not 0 < getattr(config, name) < 65536:
-            raise ConfigError(f"{origin}: {name} is {getattr(config, name)}; give a port from 1 to 65535.")
+    for name, value in asdict(config).items():
+        if name in _CHECKS and (remedy := _CHECKS[name](value)):
+            raise ConfigError(f"{origin}: {name} is {value!r}; {remedy}.")
     return config
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field in question (``--local-limit-tokens`` and so on); none has a default of its own."""
+    group = parser.add_argument_group("configuration", "override the configuration file")
+    kinds, defaults = get_type_hints(RouterConfig), {item.name: item.default for item in fields(RouterConfig)}
+    for name, meaning in _FLAGS.items():
+        kind = kinds[name]
+        options: dict[str, Any] = {"type": kind, "metavar": "N" if kind in (int, float) else "TEXT"}
+        if kind is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif get_args(kind):
+            options = {"choices": get_args(kind)}
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, default=None, help=f"{meaning} (default: {defaults[name] or 'no'})", **options)
+
+
+def override_config(config: RouterConfig, arguments: argparse.Namespace) -> RouterConfig:
+    """``config`` with what the flags of :func:`add_config_arguments` say.
+
+    Raises:
+        ConfigError: a value is wrong; the sentence names the flag.
+    """
+    given = {name: value for name in _FLAGS if (value := getattr(arguments, name)) is not None}
+    for name, value in given.items():
+        if name in _CHECKS and (remedy := _CHECKS[name](value)):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value!r}; {remedy}.")
+    return replace(config, **given)
+
+
+# --- checks: what to give instead of a wrong value, or nothing ---
+
+
+def _check_port(value: int) -> str:
+    return "" if 0 < value < 65536 else "give a port from 1 to 65535"
+
+
+def _check_optional_port(value: int) -> str:
+    return "" if 0 <= value < 65536 else "give a port from 1 to 65535, or 0 to ask engines for no reports"
+
+
+def _check_count(value: int) -> str:
+    return "" if value >= 0 else "give a number of at least 0"
+
+
+def _check_share(value: float) -> str:
+    return "" if math.isfinite(value) and 0 <= value <= 1 else "give a number from 0 to 1"
+
+
+def _check_endpoint(value: str) -> str:
+    remedy = "give a URL as http://collector:4318/v1/traces, or nothing for no traces"
+    try:
+        url = urlsplit(value)
+        usable = url.scheme in ("http", "https") and url.hostname and url.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        usable = False
+    return "" if usable or not value else remedy
+
+
+_CHECKS: Final[dict[str, Callable[[Any], str]]] = {
+    "engine_port": _check_port,
+    "lookup_port": _check_port,
+    "state_port": _check_optional_port,
+    "source_count": _check_count,
+    "local_limit_tokens": _check_count,
+    "trace_endpoint": _check_endpoint,
+    "trace_ratio": _check_share,
+}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_what_the_operator_writes_is_what_the_router_reads(tmp_path: Path) -> No
         (replace(CONFIG, source_count=-1).to_json(), "f: source_count is -1"),
         (replace(CONFIG, engine_port=0).to_json(), "f: engine_port is 0"),
         (replace(CONFIG, lookup_port=65536).to_json(), "f: lookup_port is 65536"),
+        (replace(CONFIG, state_port=-1).to_json(), "f: state_port is -1; give a port from 1 to 65535, or 0"),
+        (replace(CONFIG, local_limit_tokens=-1).to_json(), "f: local_limit_tokens is -1; give a number of at least 0"),
+        (replace(CONFIG, trace_ratio=1.5).to_json(), "f: trace_ratio is 1.5; give a number from 0 to 1"),
+        (
+            replace(CONFIG, trace_endpoint="collector:4318").to_json(),
+            "f: trace_endpoint is 'collector:4318'; give a URL",
+        ),
+        (replace(CONFIG, trace_endpoint="http://c:x/").to_json(), "f: trace_endpoint is 'http://c:x/'; give a URL"),
+        (CONFIG.to_json().replace('"access_log": false', '"access_log": "yes"'), r"f: .*`bool`.*\$\.access_log"),
         (CONFIG.to_json().replace("Bidirectional", "Sideways"), r"f: .*Sideways.*\$\.reuse"),
         (CONFIG.to_json().replace('"ns"', "5"), r"f: .*\$\.namespace"),
     ],
@@ -64,9 +74,52 @@ def test_static_engines_with_a_file(tmp_path: Path) -> None:
     assert settings.config.reuse == "OneWay"
 
 
+STATIC = ["--static-prefill", "a:1", "--static-decode", "b:1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "values"),
+    [
+        ([], {}),
+        (["--local-limit-tokens", "0"], {"local_limit_tokens": 0}),
+        (["--access-log", "--debug"], {"access_log": True, "debug": True}),
+        (["--no-continue-streams"], {"continue_streams": False}),
+        (["--reuse", "OneWay", "--missing-prefill", "Fail"], {"reuse": "OneWay", "missing_prefill": "Fail"}),
+        (
+            ["--trace-endpoint", "https://c/v1/traces", "--trace-ratio", "0.25"],
+            {"trace_endpoint": "https://c/v1/traces", "trace_ratio": 0.25},
+        ),
+        (
+            ["--state-port", "0", "--source-count", "3", "--tls-dir", "/tls"],
+            {"state_port": 0, "source_count": 3, "tls_dir": "/tls"},
+        ),
+    ],
+)
+def test_flags_override_the_file(flags: list[str], values: dict[str, object], tmp_path: Path) -> None:
+    written = replace(CONFIG, continue_streams=True, local_limit_tokens=100)
+    path = tmp_path / "router.json"
+    path.write_text(written.to_json())
+    assert parse_settings(["--config", str(path), *STATIC, *flags]).config == replace(written, **values)  # type: ignore[arg-type]
+
+
+def test_what_names_nothing_of_the_cluster_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = {"namespace", "prefill_service", "decode_service", "served_model_name", "engine_port", "lookup_port"}
+    with pytest.raises(SystemExit):
+        parse_settings(["--help"])
+    text = capsys.readouterr().out
+    for item in fields(RouterConfig):
+        if item.name != "version":
+            flag = f"--{item.name.replace('_', '-')}"
+            assert (re.search(rf"{flag}\b", text) is None) == (item.name in cluster), flag
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ([*STATIC, "--trace-ratio", "nan"], "--trace-ratio is nan; give a number from 0 to 1"),
+        ([*STATIC, "--source-count", "-1"], "--source-count is -1; give a number of at least 0"),
+        ([*STATIC, "--queue-seconds", "-1"], "--queue-seconds is -1.0; give a number of at least 0"),
+        ([*STATIC, "--queue-seconds", "nan"], "--queue-seconds is nan; give a number of at least 0"),
         (["--static-prefill", "a:1"], "static mode needs at least one engine in"),
         (["--static-prefill", "a", "--static-decode", "b:1"], "the static engine 'a' is not host:port"),
         (["--static-prefill", "a:1", "--static-decode", "b:1", "--max-in-flight", "-1"], "--max-in-flight is -1"),
