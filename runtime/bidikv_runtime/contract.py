@@ -54,16 +54,26 @@ HANDOVER_LOST: Final = "bidikv_handover_lost"
 """Type of the error with which a decode engine refuses a request whose hand-over it cannot find: HTTP 503, before the
 first token. Retriable after another prefill."""
 HANDOVER_HEADER: Final = "x-bidikv-handover"
-"""On a decode leg that carries ``PREFILLED_PARAM``: ``HANDOVER_GUARDED``. On the answer that is ``HANDOVER_LOST``:
-``HANDOVER_ANSWERED_LOST``. The router passes it on neither from clients nor to them."""
+"""On a decode leg with ``PREFILLED_PARAM`` or ``COMPUTE_LIMIT_PARAM``: ``HANDOVER_GUARDED``. On the answer that is
+``HANDOVER_LOST``: ``HANDOVER_ANSWERED_LOST``. The router passes it on neither from clients nor to them."""
 HANDOVER_GUARDED: Final = "guarded"
 HANDOVER_ANSWERED_LOST: Final = "lost"
 
 # --- sessions -------------------------------------------------------------------------------------------------------
-SESSION_HEADERS: Final = ("x-session-id", "x-conversation-id", "session-id")
+SESSION_HEADERS: Final = (
+    "x-session-id",
+    "x-conversation-id",
+    "session-id",  # Codex
+    "session_id",  # Codex before 2026
+    "x-claude-code-session-id",
+    "x-opencode-session",
+    "x-session-affinity",
+)
 """Request headers that name the session, first match wins (lower case)."""
+SESSION_PART_HEADERS: Final = ("thread-id", "x-claude-code-agent-id")
+"""Headers that name one conversation of several within the session: Codex's thread, Claude Code's subagent."""
 SESSION_BODY_KEYS: Final = ("prompt_cache_key", "conversation_id", "session_id")
-"""Body keys that name the session when no header does. Not ``previous_response_id``, which differs every turn."""
+"""Body keys that name the session when no header does; ``router/api/session.py`` knows some more that need reading."""
 
 PATH_HEADER: Final = "x-bidikv-path"
 """With the router's ``debug``: a request with it takes this path (local, bidirectional or plain); every answer names
@@ -160,7 +170,9 @@ METRIC_HELD_BLOCKS: Final = "bidikv_held_blocks"
 METRIC_HOLDS_ENDED: Final = "bidikv_holds_ended_total"
 """Holds by ``reason`` (session, handover) and how they ``ended``: used, expired, pressure, budget, over."""
 METRIC_HANDOVERS_LOST: Final = "bidikv_handovers_lost_total"
-"""Requests refused with ``HANDOVER_LOST``."""
+"""Requests refused with ``HANDOVER_LOST`` for want of what ``PREFILLED_PARAM`` announced."""
+METRIC_COMPUTE_LIMIT_EXCEEDED: Final = "bidikv_compute_limit_exceeded_total"
+"""Requests refused with ``HANDOVER_LOST`` for want of what ``COMPUTE_LIMIT_PARAM`` presumed."""
 METRIC_COST_DECISIONS: Final = "bidikv_cost_decisions_total"
 """What the cost model chose for a match, by ``decision``: pull, recompute, explore."""
 METRIC_COST_REGRETS: Final = "bidikv_cost_regrets_total"

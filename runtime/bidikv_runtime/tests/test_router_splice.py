@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bidikv_runtime.router.api.splice import Buffer, NotAnObject, compute_length, parse_fields, set_field, splice
+from bidikv_runtime.router.api.splice import Buffer, NotAnObject, compute_length, parse_fields, set_fields, splice
 
 
 def joined(pieces: list[Buffer]) -> bytes:
@@ -52,10 +52,10 @@ def test_splice(body: bytes, drop: tuple[str, ...], override: dict[str, bytes], 
         (b'{"a":{"k":1}}', b'{"a":{"k":1},"k":0}'),
     ],
 )
-def test_set_field_keeps_the_body_unless_it_holds_the_key(body: bytes, expected: bytes) -> None:
+def test_set_fields_keeps_the_body_unless_it_holds_the_key(body: bytes, expected: bytes) -> None:
     for kind in (bytes, bytearray, memoryview):
         typed: Buffer = kind(body)
-        assert joined(set_field(typed, parse_fields(typed), "k", b"0")) == expected
+        assert joined(set_fields(typed, parse_fields(typed), {"k": b"0"})) == expected
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,20 @@ def test_splice_equals_editing_the_decoded_object(
     for key, raw in fields.items():
         assert bytes(raw) in body
         assert json.loads(bytes(raw)) == value[key]
-    assert json.loads(joined(set_field(body, fields, "k", b"[2]"))) == value | {"k": [2]}
+    assert json.loads(joined(set_fields(body, fields, {"k": b"[2]"}))) == value | {"k": [2]}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b' {"a":1 } ', b' {"a":1 ,"k":0,"l":"x"}'),
+        (b"{}", b'{"k":0,"l":"x"}'),
+        (b'{"l":5, "a":1}', b'{"a":1,"k":0,"l":"x"}'),
+    ],
+)
+def test_several_fields_are_set_at_once(body: bytes, expected: bytes) -> None:
+    assert joined(set_fields(body, parse_fields(body), {"k": b"0", "l": b'"x"'})) == expected
+    assert joined(set_fields(body, parse_fields(body), {})) == body.rstrip()
 
 
 def test_large_values_are_referenced_not_copied() -> None:

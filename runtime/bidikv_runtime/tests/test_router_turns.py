@@ -37,6 +37,8 @@ async def test_a_streamed_turn_goes_through_both_legs(rig: Rig) -> None:
     # The engine that decodes is the first source: it holds the last turn.
     assert prefill.json["kv_transfer_params"]["bidikv_sources"][0] == rig.engine_of(decode).endpoint.lookup
     session = prefill.json["kv_transfer_params"]["bidikv_session"]
+    length = decode.json["kv_transfer_params"].pop("bidikv_body_bytes")
+    assert length == len(json.dumps(TURN))
     assert decode.json["kv_transfer_params"] == {
         "bidikv_sources": [rig.engine_of(prefill).endpoint.lookup],
         "bidikv_session": session,
@@ -116,7 +118,8 @@ async def test_requests_that_decode_must_compute_itself_have_no_prefill_leg(rig:
     async with rig.http.post("/v1/completions", json={"model": "m", "prompt": "p", "prompt_logprobs": 1}) as response:
         assert response.status == 200
     assert rig.exchanges("prefill") == []
-    assert rig.sole_exchange("decode").json["kv_transfer_params"].keys() == {"bidikv_sources", "bidikv_session"}
+    params = rig.sole_exchange("decode").json["kv_transfer_params"]
+    assert params.keys() == {"bidikv_sources", "bidikv_session", "bidikv_body_bytes"}
     assert rig.sole_exchange("decode").json["kv_transfer_params"]["bidikv_sources"] == []
 
 

@@ -68,16 +68,17 @@ def splice(fields: Fields, drop: Collection[str], override: Mapping[str, bytes])
     return pieces
 
 
-def set_field(body: Buffer, fields: Fields, key: str, encoded: bytes) -> list[Buffer]:
-    """``body`` with ``key`` set to ``encoded``: byte-exact, whitespace included, when the body lacks the key."""
-    if key in fields:
-        return splice(fields, (), {key: encoded})
+def set_fields(body: Buffer, fields: Fields, values: Mapping[str, bytes]) -> list[Buffer]:
+    """``body`` with the encoded ``values``: byte-exact, whitespace included, when the body lacks all their keys."""
+    if any(key in fields for key in values):
+        return splice(fields, (), values)
     view = memoryview(body)
     end = view.nbytes
     while view[end - 1] != 0x7D:  # only whitespace may follow the brace of a valid object
         end -= 1
-    comma = b"," if fields else b""
-    return [view[: end - 1], comma + msgspec.json.encode(key) + b":" + encoded + b"}"]
+    added = b",".join([msgspec.json.encode(key) + b":" + encoded for key, encoded in values.items()])
+    comma = b"," if fields and values else b""
+    return [view[: end - 1], comma + added + b"}"]
 
 
 def compute_length(pieces: Sequence[Buffer]) -> int:
