@@ -5,13 +5,12 @@ is scraped. Invariants:
 
 - Labels have few values by construction: never a session, a client's path or a pod's name. Only the gauges of engines
   carry an address, and an engine that left is gone from the next scrape.
-- Stages add up: queue + prefill + handover + first_token is the time to the first token.
+- Stages add up: to a request's time, and up to first_token to its time to the first token.
 - Hand-overs balance: prefills done = handed over + abandoned + pending, at every scrape.
 """
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal, TypeVar
@@ -23,6 +22,7 @@ from bidikv_runtime.router.choice.endpoints import Pools
 from bidikv_runtime.router.observe.engine_view import EngineView
 from bidikv_runtime.router.observe.instruments import Counter, Gauge, Histogram, Instrument, Key
 from bidikv_runtime.router.observe.record import Phase, Route, TurnRecord
+from bidikv_runtime.router.observe.stages import compute_first_token_seconds, compute_stages
 
 AnyInstrument = TypeVar("AnyInstrument", bound=Instrument)
 Leg = Literal["prefill", "decode"]
@@ -75,7 +75,6 @@ _GAP_BUCKETS: Final = (
 _BYTE_BUCKETS: Final = tuple(float(4**power) for power in range(5, 14))
 """1 KiB to 64 MiB."""
 _BREAKER_VALUES: Final = {"closed": 0, "half_open": 1, "open": 2}
-_SUCCESS: Final = range(200, 300)
 _PHASES: Final[tuple[Phase, ...]] = ("receive", "queue", "prefill", "decode", "stream")
 
 Path = Literal["bidirectional", "oneway", "direct"]
@@ -108,8 +107,9 @@ class RouterMetrics:
         )
         self._stages = self._histogram(
             STAGE_SECONDS,
-            "Parts of the time to the first token. queue: received to admitted; prefill: to prefill's answer, retries "
-            "included; of streams also handover: to decode's head; first_token: to the first byte of its body.",
+            "Parts of a request's time, each from the end of the one before. queue: to admission; prefill: to its answer; "
+            "handover: to decode's head; first_token: to the first byte of a stream; stream: to its end; answer: of what "
+            "is no stream, the rest.",
             _LATENCY_BUCKETS,
             "path",
             "stage",
@@ -230,7 +230,6 @@ class RouterMetrics:
             self.broken_streams.add()
         if record.body_bytes:
             self._body_bytes.observe((), record.body_bytes)
-        self._durations.observe((path,), record.ended_at - record.received_at)
         if record.reason:
             self._paths.add((path, record.reason))
         if record.session and route != "passed":
@@ -243,7 +242,7 @@ class RouterMetrics:
             self._keep_alives.add((), record.keep_alives)
         if record.continued:
             self._continued.add((), record.continued)
-        self._observe_stages(record)
+        self._observe_times(record)
 
     def _observe_handovers(self, record: TurnRecord) -> None:
         lost = record.handovers_lost
@@ -257,23 +256,13 @@ class RouterMetrics:
         if record.unannounced:
             self._unannounced.add((), record.unannounced)
 
-    def _observe_stages(self, record: TurnRecord) -> None:
-        path, stages, isnan = record.path, self._stages, math.isnan
-        reached = record.received_at
-        if not isnan(record.admitted_at):
-            stages.observe((path, "queue"), record.admitted_at - reached)
-            reached = record.admitted_at
-        if not isnan(record.prefill_done_at):
-            stages.observe((path, "prefill"), record.prefill_done_at - reached)
-            reached = record.prefill_done_at
-        if not record.streamed or record.status not in _SUCCESS or isnan(record.first_byte_at):
-            return
-        if record.prefills:
-            stages.observe((path, "handover"), record.decode_head_at - reached)
-            reached = record.decode_head_at
-        stages.observe((path, "first_token"), record.first_byte_at - reached)
-        self._time_to_first_token.observe((path,), record.first_byte_at - record.received_at)
-        if record.chunks > 1:
+    def _observe_times(self, record: TurnRecord) -> None:
+        path = record.path
+        self._durations.observe((path,), record.ended_at - record.received_at)
+        for stage, begin, end in compute_stages(record):
+            self._stages.observe((path, stage), end - begin)
+        self._time_to_first_token.observe((path,), compute_first_token_seconds(record))
+        if record.streamed and record.chunks > 1:
             self._inter_token.observe((), (record.last_byte_at - record.first_byte_at) / (record.chunks - 1))
             self._longest_gap.observe((), record.longest_gap)
 
