@@ -86,7 +86,7 @@ async def test_leaving_within_a_stream_closes_the_leg(rig: Rig) -> None:
 async def test_leaving_within_the_body_reaches_no_engine(rig: Rig) -> None:
     _, writer = await rig.connect()
     writer.write(HEAD + b"content-length: 1000\r\n\r\n{")
-    await until_metric(rig, "bidikv_router_buffered_bytes 1000.0")
+    await until_metric(rig, "bidikv_router_buffered_bytes 1.0")
     writer.close()
     await until_metric(rig, "bidikv_router_buffered_bytes 0.0")
     assert rig.exchanges("prefill") == []
@@ -437,7 +437,7 @@ async def test_requests_in_flight_are_bounded() -> None:
 async def test_buffered_bodies_are_bounded() -> None:
     async with running_rig(prefill=1, decode=1, limits=Limits(max_buffered_bytes=1000)) as rig:
         _, first = await rig.connect()
-        first.write(HEAD + b"content-length: 900\r\n\r\n")
+        first.write(HEAD + b"content-length: 1000\r\n\r\n" + b"x" * 900)
         await until_metric(rig, "bidikv_router_buffered_bytes 900.0")
         reader, second = await rig.connect()
         second.write(HEAD + b"content-length: 200\r\n\r\n")
@@ -486,7 +486,7 @@ async def test_a_long_stream_does_not_hold_its_history(rig: Rig, chunked: bool) 
 
 @pytest.mark.parametrize("sent", [b"POST /v1/chat", HEAD + b"content-length: 10\r\n\r\n{"])
 async def test_a_client_that_is_too_slow_gets_408(sent: bytes) -> None:
-    limits = Limits(head_seconds=0.05, body_idle_seconds=0.05)
+    limits = Limits(head_seconds=0.05, body_seconds=0.05)
     async with running_rig(prefill=1, decode=1, limits=limits) as rig:
         reader, writer = await rig.connect()
         writer.write(sent)

@@ -43,6 +43,9 @@ class FakeTransport:
     def write_eof(self) -> None:
         pass
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def pause_reading(self) -> None:
         self.reading = False
 

@@ -15,8 +15,8 @@ async def test_vanished_peers_are_noticed(reads_promptly: bool, expected: int) -
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     async with server:
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        watch_peer(writer.transport, reads_promptly=reads_promptly)
         sock = writer.get_extra_info("socket")
+        watch_peer(sock, reads_promptly=reads_promptly)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == expected

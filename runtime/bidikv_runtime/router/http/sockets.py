@@ -6,9 +6,8 @@ holds its engine for as long.
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from typing import Final
+from typing import Final, Protocol
 
 _IDLE_SECONDS: Final = 15
 _INTERVAL_SECONDS: Final = 5
@@ -16,15 +15,21 @@ _PROBES: Final = 3
 _UNACKNOWLEDGED_MILLISECONDS: Final = 1000 * (_IDLE_SECONDS + _INTERVAL_SECONDS * _PROBES)
 
 
-def watch_peer(transport: asyncio.BaseTransport, *, reads_promptly: bool) -> None:
+class HasOptions(Protocol):
+    """A TCP socket, or what uvloop shows of one."""
+
+    def setsockopt(self, level: int, name: int, value: int, /) -> None:
+        """As of ``socket.socket``."""
+
+
+def watch_peer(sock: HasOptions, *, reads_promptly: bool) -> None:
     """Let the kernel break the connection about 30 s after the peer vanished.
 
     Args:
-        transport: a TCP transport.
+        sock: of a connection, or a listening one: what it accepts inherits the options (Linux).
         reads_promptly: also break it when sent bytes stay unacknowledged for so long. Wrong for clients: Linux counts a
             peer that is alive but does not read, too.
     """
-    sock: socket.socket = transport.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL_SECONDS)

@@ -233,7 +233,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        watch_peer(transport, reads_promptly=True)
+        watch_peer(transport.get_extra_info("socket"), reads_promptly=True)
         self._pool.deadlines.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
