@@ -64,14 +64,12 @@ class Engine:
         "works_at_report",
     )
 
-    def __init__(
-        self, endpoint: Endpoint, role: Role, breaker: Breaker, totals: Totals, warm_from: float | None
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, role: Role, breaker: Breaker, totals: Totals) -> None:
         self.endpoint = endpoint
         self.role: Role = role
         self.breaker = breaker
         self.totals = totals
-        self.warm_from = warm_from
+        self.warm_from: float | None = None
         """When it joined a running fleet; None when it was there before or has its full share."""
         self.tier: Tier = 0
         self.candidate = False

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from bidikv_runtime.contract import EngineReport, RouterConfig
@@ -44,6 +45,19 @@ _MEMORY_SECONDS: Final = 60.0
 """How long an engine that does not report is believed to hold what it served."""
 _REPORT_SLACK: Final = 0.1
 """Seconds that a report may take to arrive: it does not know a turn that ended meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """An engine to be asked for its report, and what is known already."""
+
+    address: str
+    """Of its ``Endpoint``."""
+    host: str
+    port: int
+    """Of its reports."""
+    epoch: str
+    sequence: int
 
 
 class Fleet:
@@ -90,8 +104,12 @@ class Fleet:
         self._prefill_overheads = Overheads()
         self._slower = 0
         """Turns for which decode alone seemed slower."""
-        self.on_busy: Callable[[], None] | None = None
-        """Called when work begins after there was none."""
+        self.on_change: Callable[[], None] | None = None
+        """Called after a new snapshot, and when work begins after there was none."""
+        self._expects_reports = False
+        self._unreported: set[str] = set()
+        """Of the first snapshot: engines that have not been asked yet."""
+        self._known_at = 0.0
 
     # --- what comes in ---
 
@@ -106,6 +124,9 @@ class Fleet:
             # With no ready engine before there is nobody who could take the sessions meanwhile.
             if known_ready and endpoint.address not in known_ready and self._limits.warm_seconds > 0:
                 self._decode[endpoint.address].warm_from = now
+        if not self.known and self._expects_reports:
+            ready = (*pools.ready_prefill, *pools.ready_decode)
+            self._unreported, self._known_at = {e.address for e in ready if e.state_port}, now
         self.pools = pools
         self.known = True
         self._ready_prefill = [self._prefill[endpoint.address] for endpoint in pools.ready_prefill]
@@ -115,13 +136,15 @@ class Fleet:
         self._unwell &= present
         self._warming = {engine for engine in self._decode.values() if engine.warm_from is not None}
         self._judge_decode()
+        if self.on_change is not None:
+            self.on_change()
 
     def _match(self, known: dict[str, Engine], endpoints: tuple[Endpoint, ...], role: Role) -> dict[str, Engine]:
         matched: dict[str, Engine] = {}
         for endpoint in endpoints:
             engine = known.get(endpoint.address)
             if engine is None:
-                engine = Engine(endpoint, role, Breaker(self._breaker_limits, self._random), self._totals, None)
+                engine = self._build_engine(endpoint, role)
             engine.endpoint = endpoint
             matched[endpoint.address] = engine
         for address, engine in known.items():
@@ -132,10 +155,8 @@ class Fleet:
     def take_report(self, endpoint_address: str, report: EngineReport | None) -> None:
         """Take an engine's report; None: it does not report (any more)."""
         now = self._clock()
-        for engines in (self._prefill, self._decode):
-            engine = engines.get(endpoint_address)
-            if engine is None:
-                continue
+        self._unreported.discard(endpoint_address)
+        for engine in self._find(endpoint_address):
             before = engine.compatibility
             engine.take_report(report, now)
             if engine.compatibility != before:
@@ -145,6 +166,30 @@ class Fleet:
                     self._tokens_per_byte.observe(session.body_bytes, session.prompt_tokens)
         speeds = [engine.speed for engine in self._ready_prefill if engine.speed > 0]
         self._typical_speed = sum(speeds) / len(speeds) if speeds else 0.0
+
+    def note_silence(self, endpoint_address: str, *, keep: bool) -> None:
+        """No report came; ``keep`` leaves the last one in force until it is too old."""
+        oldest = self._clock() - self._limits.report_keep_seconds
+        if keep and any(engine.reported_at > oldest for engine in self._find(endpoint_address)):
+            return
+        self.take_report(endpoint_address, None)
+
+    def expect_reports(self) -> None:
+        """From now on somebody asks for reports: the fleet is not ready before the first ones came or failed to."""
+        self._expects_reports = True
+
+    def list_reporting(self) -> list[Reporting]:
+        """Engines to be asked for reports."""
+        listed: dict[str, Reporting] = {}
+        for engine in (*self._ready_prefill, *self._serving_decode):
+            endpoint, last = engine.endpoint, engine.report
+            if endpoint.state_port:
+                epoch, sequence = (last.epoch, last.sequence) if last is not None else ("", 0)
+                listed.setdefault(
+                    endpoint.address,
+                    Reporting(endpoint.address, endpoint.host, endpoint.state_port, epoch, sequence),
+                )
+        return list(listed.values())
 
     def _judge_decode(self) -> None:
         """Find the tier of every decode engine, and which ones are candidates."""
@@ -170,7 +215,11 @@ class Fleet:
 
     def explain_unready(self) -> str | None:
         """Why no turn can be served now; None when one can."""
-        return self.pools.explain_unready() if self.known else "The list of engines has not arrived yet."
+        if not self.known:
+            return "The list of engines has not arrived yet."
+        if self._unreported and self._clock() - self._known_at < 2 * self._limits.report_timeout_seconds:
+            return "The engines' first reports have not arrived yet."
+        return self.pools.explain_unready()
 
     def choose_decode(self, session: bytes) -> list[Endpoint]:
         """Decode engines for a turn of ``session`` in the order to try; none when none is ready."""
@@ -192,21 +241,16 @@ class Fleet:
         """Lookup addresses of decode engines that most likely hold the session's KV, at most ``count``."""
         if self._config.reuse != "Bidirectional" or count <= 0:
             return []
-        engine = self._decode.get(decode.address)
-        if engine is None:
-            return []
+        engine = self._resolve(self._decode, decode, "decode")
         chosen = order_sources(self._rank(session), self._find_holders(session), engine, count)
         return [source.endpoint.lookup for source in chosen]
 
     def choose_prefill(self, session: bytes, decode: Endpoint, exclude: Collection[str] = ()) -> Endpoint | None:
         """The prefill engine for a turn that ``decode`` will answer; None when there is no other."""
-        engine = self._decode.get(decode.address)
-        if engine is None:
-            return None
         chosen = choose_prefill(
             session,
             self._ready_prefill,
-            engine,
+            self._resolve(self._decode, decode, "decode"),
             exclude,
             typical_speed=self._typical_speed,
             zone_margin_seconds=self._limits.zone_margin_seconds,
@@ -215,9 +259,7 @@ class Fleet:
 
     def choose_path(self, turn: TurnFacts, decode: Endpoint) -> Decision:
         """Which way a turn takes that ``decode`` will answer."""
-        engine = self._decode.get(decode.address)
-        if engine is None:
-            return Decision("plain", "unknown")
+        engine = self._resolve(self._decode, decode, "decode")
         holders = self._find_holders(turn.session)
         usual = self._tokens_per_byte.estimate(turn.body_bytes)
         own = next((holder.last for holder in holders if holder.engine is engine), None)
@@ -308,12 +350,16 @@ class Fleet:
         return self._begin(self._decode, endpoint, "decode", tokens, sent=sent)
 
     def _begin(self, engines: dict[str, Engine], endpoint: Endpoint, role: Role, tokens: int, *, sent: bool) -> Work:
-        engine = engines.get(endpoint.address)
-        if engine is None:  # it left the fleet a moment ago
-            engine = Engine(endpoint, role, Breaker(self._breaker_limits, self._random), self._totals, None)
-        if not self._totals.works and self.on_busy is not None:
-            self.on_busy()
-        return Work(engine, tokens, sent=sent)
+        if not self._totals.works and self.on_change is not None:
+            self.on_change()
+        return Work(self._resolve(engines, endpoint, role), tokens, sent=sent)
+
+    def _resolve(self, engines: dict[str, Engine], endpoint: Endpoint, role: Role) -> Engine:
+        """The engine, or a stand-in of which nothing is known: it may have left while a request waited."""
+        return engines.get(endpoint.address) or self._build_engine(endpoint, role)
+
+    def _build_engine(self, endpoint: Endpoint, role: Role) -> Engine:
+        return Engine(endpoint, role, Breaker(self._breaker_limits, self._random), self._totals)
 
     @property
     def busy(self) -> bool:
@@ -323,20 +369,19 @@ class Fleet:
     def note_failure(self, endpoint: Endpoint, kind: Failure) -> None:
         """An engine failed."""
         now = self._clock()
-        for engine in self._find(endpoint):
+        for engine in self._find(endpoint.address):
             if engine.breaker.note_failure(kind, now):
                 self._unwell.add(engine)
                 self._judge_decode()
 
     def note_success(self, endpoint: Endpoint) -> None:
         """An engine answered."""
-        for engine in self._find(endpoint):
+        for engine in self._find(endpoint.address):
             if engine.breaker.note_success(self._clock()):
                 self._unwell.discard(engine)
                 self._judge_decode()
 
-    def _find(self, endpoint: Endpoint) -> list[Engine]:
-        address = endpoint.address
+    def _find(self, address: str) -> list[Engine]:
         return [e for e in (self._prefill.get(address), self._decode.get(address)) if e is not None]
 
     def due_probes(self) -> list[Endpoint]:

@@ -34,10 +34,10 @@ Reason = Literal[
     "slower",
 ]
 """forced: by a header. oneway: reuse is off. off: the local path is. first: a conversation's first turn. tiny: the
-whole prompt is small. held: decode holds nearly all of it. explore: a path that seemed slower, to see whether it still
-is. new: too much of the prompt is. unknown: nothing is known of decode's KV. edited: the history shrank. refused: decode
-refused this session lately. busy: decode has enough to compute. stall: decode's streams would wait too long. slower: the
-prefill path seems faster."""
+whole prompt is small. held: decode holds nearly all of it. explore: a path that seemed slower, to see whether it is so.
+new: too much of the prompt is. unknown: nothing is known of decode's KV. edited: the history shrank. refused: decode
+refused this session lately. busy: decode has enough to compute. stall: decode's streams would wait too long. slower:
+the prefill path seems faster."""
 
 _LEAST_COMPUTED: Final = 16
 """Tokens that a turn computes in any case: vLLM reuses whole blocks, and never the whole prompt."""
@@ -217,7 +217,7 @@ def _judge_local(situation: Situation) -> tuple[Reason, int]:
         limit = min(limit, int(situation.stall_seconds * situation.decode_speed))
         if estimate.uncached_tokens > limit:
             return "stall", 0
-    return ("tiny" if tiny and not situation.known_at_decode else "held"), limit
+    return ("tiny" if tiny and (estimate.edited or not situation.known_at_decode) else "held"), limit
 
 
 def _divide(tokens: float, speed: float) -> float:
