@@ -107,9 +107,9 @@ class RouterMetrics:
         )
         self._stages = self._histogram(
             STAGE_SECONDS,
-            "Parts of a request's time, each from the end of the one before. queue: to admission; prefill: to its answer; "
-            "handover: to decode's head; first_token: to the first byte of a stream; stream: to its end; answer: of what "
-            "is no stream, the rest.",
+            "Parts of a request's time, each from the end of the one before. queue: to admission; prefill: to its "
+            "answer; handover: to decode's head; first_token: to the first byte of a stream; stream: to its end; "
+            "answer: of what is no stream, the rest.",
             _LATENCY_BUCKETS,
             "path",
             "stage",
