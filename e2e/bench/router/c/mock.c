@@ -10,8 +10,9 @@
  * one JSON object. GET /health and /v1/models.
  *
  * At STATE_PORT: GET /report as bidikv's connector gives it (contract.EngineReport) with the sessions seen so far;
- * POST /settings?chunks=N&gap_us=N&keep_bodies=0|1&spoil=0|1 (of all engines; `spoil` changes one byte of decode's
- * answers, to see that the load notices); GET /counters, of this engine; GET /last, the last body while kept. */
+ * POST /settings?chunks=N&gap_us=N&prompt_tokens=N&keep_bodies=0|1&spoil=0|1 (of all engines; `prompt_tokens` is what
+ * both roles report as usage, since vllm-router copies prefill's into decode's answer; `spoil` changes a word of
+ * decode's answers, to see that the load notices); GET /counters, of this engine; GET /last, the last body while kept. */
 #define _GNU_SOURCE
 #include "http.h"
 
@@ -37,7 +38,6 @@ enum {
     BACKLOG = 4096,
     EVENTS = 256,
     TAIL_BYTES = 4096, /* of a body: where routers that splice put their parameters */
-    BYTES_PER_TOKEN = 4,
     BYTES_PER_BLOCK = 64,
     MOST_BODY_BYTES = 64 * 1024 * 1024,
 };
@@ -82,7 +82,7 @@ static struct connection timer_source = {.kind = TIMER}, *closed_connections;
 static struct connection *queue_head, *queue_tail;
 static struct {
     int chunks;
-    int64_t gap_ns;
+    int64_t gap_ns, prompt_tokens;
     bool keep_bodies, spoil;
 } settings;
 static struct buffer event_text, done_text, json_text; /* decode's answers, framing included */
@@ -116,8 +116,9 @@ static void build_decode_texts(void) {
                   "{\"id\":\"chatcmpl-00000000000000000000000000000001\",\"object\":\"chat.completion\",\"created\":2019686400,"
                   "\"model\":\"mock\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"%s\","
                   "\"tool_calls\":[]},\"logprobs\":null,\"finish_reason\":\"stop\",\"stop_reason\":null}],"
-                  "\"usage\":{\"prompt_tokens\":1,\"total_tokens\":2,\"completion_tokens\":1},\"kv_transfer_params\":null}",
-                  settings.spoil ? "A lord." : "A word.");
+                  "\"usage\":{\"prompt_tokens\":%" PRId64 ",\"total_tokens\":%" PRId64 ",\"completion_tokens\":1},"
+                  "\"kv_transfer_params\":null}",
+                  settings.spoil ? "A lord." : "A word.", settings.prompt_tokens, settings.prompt_tokens + 1);
     append_json(&json_text, &event);
     free(event.data);
 }
@@ -125,14 +126,14 @@ static void build_decode_texts(void) {
 static const struct buffer *find_prefill_text(size_t body_bytes) {
     if (prefill_text_for == body_bytes) return &prefill_text;
     struct buffer body = {0};
-    size_t tokens = body_bytes / BYTES_PER_TOKEN + 1, blocks = body_bytes / BYTES_PER_BLOCK + 1;
+    size_t blocks = body_bytes / BYTES_PER_BLOCK + 1;
     buffer_format(&body,
                   "{\"id\":\"chatcmpl-00000000000000000000000000000001\",\"object\":\"chat.completion\",\"created\":2019686400,"
                   "\"model\":\"mock\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"A\","
                   "\"tool_calls\":[]},\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null}],"
-                  "\"usage\":{\"prompt_tokens\":%zu,\"total_tokens\":%zu,\"completion_tokens\":1},"
+                  "\"usage\":{\"prompt_tokens\":%" PRId64 ",\"total_tokens\":%" PRId64 ",\"completion_tokens\":1},"
                   "\"kv_transfer_params\":{\"do_remote_prefill\":true,\"do_remote_decode\":false,\"remote_block_ids\":[[",
-                  tokens, tokens + 1);
+                  settings.prompt_tokens, settings.prompt_tokens + 1);
     for (size_t i = 0; i < blocks; i++) buffer_format(&body, "%s%zu", i ? "," : "", i + 1);
     buffer_format(&body,
                   "]],\"remote_engine_id\":\"00000000-0000-0000-0000-000000000001\",\"remote_request_id\":\"chatcmpl-1\","
@@ -276,7 +277,7 @@ static void note_session(struct engine *engine, const char *body, size_t length)
     }
     session->changed = ++engine->sequence;
     session->body_bytes = (int64_t)length;
-    session->tokens = (int64_t)(length / BYTES_PER_TOKEN);
+    session->tokens = settings.prompt_tokens;
 }
 
 static int64_t query_number(const char *target, const char *name, int64_t missing) {
@@ -312,9 +313,11 @@ static void build_report(struct engine *engine, const char *target, struct buffe
 static void apply_settings(const char *target) {
     settings.chunks = (int)query_number(target, "chunks", settings.chunks);
     settings.gap_ns = query_number(target, "gap_us", settings.gap_ns / 1000) * 1000;
+    settings.prompt_tokens = query_number(target, "prompt_tokens", settings.prompt_tokens);
     settings.keep_bodies = query_number(target, "keep_bodies", settings.keep_bodies);
     settings.spoil = query_number(target, "spoil", settings.spoil);
     build_decode_texts();
+    prefill_text_for = SIZE_MAX;
 }
 
 static void answer_state(struct connection *connection) {
