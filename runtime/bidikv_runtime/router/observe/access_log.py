@@ -53,7 +53,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     chunks: int = 0
     first_token_seconds: float | None = None
     stages: dict[str, float] = {}
-    longest_gap_seconds: float = 0.0
+    longest_gap_seconds: float | None = None
     retries: int = 0
     handovers_lost: int = 0
     local_refusals: int = 0
@@ -94,7 +94,7 @@ def build_line(record: TurnRecord, now: float) -> bytes:
             chunks=record.chunks,
             first_token_seconds=round(first_token, 6) if first_token == first_token else None,
             stages={stage: round(end - begin, 6) for stage, begin, end in compute_stages(record)},
-            longest_gap_seconds=round(record.longest_gap, 6),
+            longest_gap_seconds=round(record.longest_gap, 6) or None,
             retries=record.retries,
             handovers_lost=record.handovers_lost,
             local_refusals=record.local_refusals,
