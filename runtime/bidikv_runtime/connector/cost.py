@@ -142,6 +142,13 @@ class CostModel:
         """Seconds by which computing ``tokens`` after ``context`` tokens lengthens a request's prefill."""
         return self._prefill.estimate((tokens / self.step_tokens, float(tokens), tokens * (context + tokens / 2), 0.0))
 
+    def estimate_prefill_speed(self) -> float:
+        """Tokens per second of full steps at the beginning of a prompt; 0 while too few steps were seen."""
+        if self._prefill.count < MINIMUM_STEPS:
+            return 0.0
+        seconds = self._prefill.estimate((1.0, float(self.step_tokens), self.step_tokens**2 / 2, 0.0))
+        return self.step_tokens / seconds if seconds > 0 else 0.0
+
     @property
     def step_seconds(self) -> float:
         """Usual duration of the engine's last steps."""

@@ -161,7 +161,7 @@ class _Answer:
         body = msgspec.json.encode(
             {
                 "error": {
-                    "message": "What prefill computed did not arrive at decode; send the request again.",
+                    "message": "Too little of the prompt's KV is at decode; send the request again.",
                     "type": contract.HANDOVER_LOST,
                     "param": None,
                     "code": 503,

@@ -56,6 +56,8 @@ class PublicationIndex:
         self._hash_of_block: dict[int, bytes] = {}
         self._number_of_block: dict[int, int] = {}
         self._next_number = 1
+        self.changes = 0
+        """Goes up after every change, so that others can tell that nothing has changed."""
 
     def __len__(self) -> int:
         return len(self._number_of_block)
@@ -78,12 +80,15 @@ class PublicationIndex:
                     self._next_number += 1
                     new.append(block)
                 self._entry_of_hash[content] = (block, self._number_of_block[block])
+            self.changes += 1
         return new
 
     def unpublish(self, blocks: Iterable[int]) -> int:
         """Remove blocks that are about to be re-used; returns how many were published."""
         with self._changing:
-            return sum(self._remove(block) for block in blocks)
+            removed = sum(self._remove(block) for block in blocks)
+            self.changes += 1
+        return removed
 
     def clear(self) -> None:
         """Remove everything. Numbers go on, so that reads in flight fail their validation."""
@@ -91,6 +96,7 @@ class PublicationIndex:
             self._number_of_block.clear()
             self._hash_of_block.clear()
             self._entry_of_hash.clear()
+            self.changes += 1
 
     def lookup(self, hashes: Sequence[bytes]) -> list[Run]:
         """The first ``MAXIMUM_RUNS`` maximal runs of published blocks among ``hashes``, in order."""
@@ -109,6 +115,14 @@ class PublicationIndex:
             runs.append(Run(start, list(map(itemgetter(0), run)), list(map(itemgetter(1), run))))
             start = end
         return runs
+
+    def count_leading(self, hashes: Sequence[bytes]) -> int:
+        """How many are published before the first one that is not."""
+        entries = self._entry_of_hash
+        for position, content in enumerate(hashes):
+            if content not in entries:
+                return position
+        return len(hashes)
 
     def validate(self, blocks: Sequence[int], numbers: Sequence[int]) -> int:
         """How many leading blocks still carry these publication numbers."""

@@ -185,7 +185,8 @@ class Matcher:
 
         A decode leg always reads: what it computes itself would be taken from the tokens of others.
         """
-        if self._settings.cost_model == "AlwaysPull" or reader.hints.prefilled_tokens:
+        decodes = reader.hints.prefilled_tokens or reader.hints.compute_limit is not None
+        if self._settings.cost_model == "AlwaysPull" or decodes:
             return True
         offer, context = reader.reuse.offer, local * self._engine.block_size
         assert offer is not None

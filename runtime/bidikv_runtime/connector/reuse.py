@@ -118,6 +118,13 @@ class Reuse:
             return "miss"
         return "refused" if any(reply is not None for _, reply in replies) else "silent"
 
+    def peek(self) -> int:
+        """Blocks from the request's first on that are here or at one of the sources that have answered. Not exact; any
+        thread may call it."""
+        replies = [question.reply for question in self.questions]
+        runs = [reply.runs[0] for reply in replies if isinstance(reply, wire.Found) and reply.runs]
+        return self.first + max((run.end for run in runs if run.first == 0), default=0)
+
     def match(self, local: int, last: int) -> int:
         """Blocks that the answers add to a local prefix of ``local`` blocks, none of them from ``last`` on."""
         if self.phase is not Phase.MATCHED or local < self.first:

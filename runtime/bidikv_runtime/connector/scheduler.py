@@ -6,6 +6,8 @@ of each unfinished request and speaks vLLM's language. All of it runs in the sch
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import time
 from dataclasses import asdict, replace
@@ -37,12 +39,13 @@ from bidikv_runtime.connector.matcher import Engine, Matcher, Reader
 from bidikv_runtime.connector.metadata import VerifiedReadMetadata, WorkerReport
 from bidikv_runtime.connector.publisher import Publisher
 from bidikv_runtime.connector.refusal import ask_again, may_refuse, refuse
+from bidikv_runtime.connector.report import Reporter
 from bidikv_runtime.connector.request_hashes import RequestHashes
 from bidikv_runtime.connector.retention import Retention
 from bidikv_runtime.connector.reuse import Read, Reuse
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
-from bidikv_runtime.connector.state import StateServer
+from bidikv_runtime.connector.state import PATH, StateServer
 from bidikv_runtime.connector.stats import VerifiedReadStats
 from bidikv_runtime.connector.step_clock import StepClock
 from bidikv_runtime.connector.ticket import Ticket, build_part_id
@@ -88,6 +91,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._hashes = RequestHashes(self.block_size, Adapters(logger))
         self._matcher = Matcher(self._engine, settings, self._client, self._cost, self.stats)
         self._publisher = Publisher(self.block_size, self.index)
+        self._reporter = Reporter(engine_id, self.index, self.block_size, self._compatibility.digest().hex())
         self._retention: Retention | None = None
         self._clock = StepClock()
         self._quarantine = BlockQuarantine()
@@ -116,8 +120,12 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         )
         self._state_server: StateServer | None = None
         if settings.state_port:
+            answers = {
+                PATH: lambda query: json.dumps(self.describe()).encode(),
+                contract.REPORT_PATH: self._reporter.answer,
+            }
             self._state_server = StateServer(
-                settings.lookup_host, settings.state_port + data_parallel_index, tokens, self.describe, logger
+                settings.lookup_host, settings.state_port + data_parallel_index, tokens, answers, logger
             )
         if tokens is None:
             logger.warning(
@@ -130,6 +138,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
     def bind_block_pool(self, pool: Any) -> None:
         """Take the scheduler's block pool: its re-use watchers un-publish, its free queue is ordered by retention."""
         self._pool = pool
+        self._reporter.bind(pool)
         self._hashes.bind(pool)
         self._publisher.bind(pool)
         self._retention = Retention(eviction.install(pool), self.settings, self.block_size, self._cost.estimate_prefill)
@@ -160,6 +169,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """Share KV with the engines whose weights have this name."""
         self._compatibility = replace(self._compatibility, weights=name)
         self._server.replace_compatibility(self._compatibility)
+        self._reporter.compatibility = self._compatibility.digest().hex()
         self._client.forget_refusals()
 
     def shutdown(self) -> None:
@@ -178,18 +188,21 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._publisher.begin(request.request_id)
         assert self._retention is not None
         self._retention.request_arrived(hints.session, time.monotonic())
-        sources = self._sources(request)
-        if request.skip_reading_prefix_cache or not (sources or hints.prefilled_tokens):
-            return
-        reader = self._readers[request.request_id] = Reader(
-            request.request_id,
-            hints,
-            Reuse(sources, self._engine.drop_last),
-            self._compatibility.digest(),
-            self._hashes.find(request, tail=hints.prefilled_tokens > 0),
-            request.num_tokens,
-        )
-        self._matcher.ask(reader, self._hashes.count_cached(request))
+        skips = request.skip_reading_prefix_cache
+        sources = () if skips else self._sources(request)
+        cached = 0 if skips else self._hashes.estimate_cached(request)
+        reader: Reader | None = None
+        if sources or (hints.prefilled_tokens and not skips) or hints.compute_limit is not None:
+            reader = self._readers[request.request_id] = Reader(
+                request.request_id,
+                hints,
+                Reuse(sources, self._engine.drop_last),
+                self._compatibility.digest(),
+                self._hashes.find(request, tail=hints.prefilled_tokens > 0),
+                request.num_tokens,
+            )
+            self._matcher.ask(reader, cached)
+        self._reporter.load.arrive(request, cached * self.block_size, reader)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that a source holds beyond the local prefix; None while the sources' answers are outstanding.
@@ -198,14 +211,16 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """
         self._publisher.found(request.request_id, num_computed_tokens)
         reader = self._readers.get(request.request_id)
-        if reader is None:
-            return 0, False
-        tokens = self._matcher.match(reader, num_computed_tokens // self.block_size)
-        if tokens is None:
-            return None, False
-        if self._misses_too_much(request, reader, num_computed_tokens + tokens):
-            self._refuse(request, reader, num_computed_tokens + tokens)
-            return None, False
+        tokens = 0
+        if reader is not None:
+            matched = self._matcher.match(reader, num_computed_tokens // self.block_size)
+            if matched is None:
+                return None, False
+            tokens = matched
+            if self._misses_too_much(request, reader, num_computed_tokens + tokens):
+                self._refuse(request, reader, num_computed_tokens + tokens)
+                return None, False
+        self._reporter.load.place(request.request_id, num_computed_tokens + tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -229,7 +244,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         """Publish the request's full blocks. Never delays their freeing: they stay readable until they are re-used."""
         self._readers.pop(request.request_id, None)
         self._recomputing.pop(request.request_id, None)
-        hints = parse_hints(request.kv_transfer_params)
+        self._reporter.load.leave(request.request_id)
+        hints, hashes = parse_hints(request.kv_transfer_params), self._hashes.find(request)
         handover = hints.handover and request.status != RequestStatus.FINISHED_ABORTED
         published: list[int] = []
         if request.request_id in self._loading:
@@ -239,9 +255,11 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             published = self._publisher.finish(
                 request,
                 block_ids[0],
-                self._hashes.find(request),
+                hashes,
                 (lambda tokens: self._hashes.find_tail(request, tokens)) if handover else None,
             )
+        if not (hints.handover or request.status == RequestStatus.FINISHED_ERROR):
+            self._reporter.end_turn(request, hints, hashes)
         assert self._retention is not None
         self._retention.request_finished(hints.session, hints.expect, published, time.monotonic(), handover)
         return False, None
@@ -293,6 +311,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         if (ended := self._clock.ended(time.monotonic())) is not None:
             step, seconds = ended
             self._cost.record_step(step.prefills, step.decodes, seconds)
+            self._reporter.learn(self._cost)
         report = connector_output.kv_connector_worker_meta or WorkerReport()
         self._take_report(report)
         for request_id in connector_output.finished_recving or ():
@@ -386,15 +405,24 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self.stats.record(contract.METRIC_PEER_BANDWIDTH, rate, str(source))
 
     def _misses_too_much(self, request: Any, reader: Reader, held: int) -> bool:
-        """Whether a decode leg that has ``held`` tokens would compute too much of what prefill has computed before."""
-        limit = self.settings.recompute_limit_tokens
+        """Whether a decode leg that has ``held`` tokens is to be refused, because it would compute too much: of what
+        prefill has computed before, or of the prompt as a whole if it was sent without a prefill leg."""
+        return may_refuse(request) and (_exceeds_limit(request, reader, held) or self._is_lost(request, reader, held))
+
+    def _is_lost(self, request: Any, reader: Reader, held: int) -> bool:
         announced = min(reader.hints.prefilled_tokens, request.num_tokens)
-        return 0 < limit < announced - held and may_refuse(request)
+        return bool(0 < self.settings.recompute_limit_tokens < announced - held)
 
     def _refuse(self, request: Any, reader: Reader, held: int) -> None:
-        reason = f"{held} of {reader.hints.prefilled_tokens} announced tokens were found: prefill again"
-        logger.warning("request %s is refused: %s", request.request_id, reason)
-        self.stats.record(contract.METRIC_HANDOVERS_LOST)
+        if _exceeds_limit(request, reader, held):
+            metric, level = contract.METRIC_COMPUTE_LIMIT_EXCEEDED, logging.INFO
+            limit, missing = reader.hints.compute_limit, request.num_tokens - held
+            reason = f"{missing} tokens of its prompt are not here and at most {limit} may be computed: prefill first"
+        else:
+            metric, level = contract.METRIC_HANDOVERS_LOST, logging.WARNING
+            reason = f"{held} of {reader.hints.prefilled_tokens} announced tokens were found: prefill again"
+        logger.log(level, "request %s is refused: %s", request.request_id, reason)
+        self.stats.record(metric)
         refuse(request, reason)
 
     def _report_gauge(self, value: int, name: str, *labels: str) -> None:
@@ -413,3 +441,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         except SourcesError as error:
             logger.warning("request %s reuses nothing: %s", request.request_id, error)
             return ()
+
+
+def _exceeds_limit(request: Any, reader: Reader, held: int) -> bool:
+    limit = reader.hints.compute_limit
+    return limit is not None and bool(request.num_tokens - held > limit)

@@ -1,7 +1,8 @@
-"""The connector's state over HTTP: ``GET /state`` gives JSON for people, dashboards and the operator.
+"""The connector's state over HTTP, as JSON: for people, dashboards and the operator, and a report for routers.
 
-One thread answers one request at a time; a client that is slow costs the others at most ``CLIENT_SECONDS``. It needs no
-engine step. With a token file, it wants a token: the state names peers and sessions.
+Each request has a thread of its own, so that a slow client holds up nobody; there are at most ``MAXIMUM_CLIENTS``, for
+at most ``CLIENT_SECONDS`` each. No answer needs an engine step. With a token file, it wants a token: the answers name
+peers and sessions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import ThreadingMixIn
 from typing import Any, Final
 
 from bidikv_runtime.connector.tokens import Tokens
@@ -22,7 +24,9 @@ from bidikv_runtime.connector.tokens import Tokens
 PATH: Final = "/state"
 CLIENT_SECONDS: Final = 5.0
 """For one client: all of its request, and again for taking the answer."""
-STOP_SECONDS: Final = CLIENT_SECONDS * 2 + 1
+MAXIMUM_CLIENTS: Final = 16
+"""At a time; the connections of others are closed at once."""
+STOP_SECONDS: Final = 5.0
 POLL_SECONDS: Final = 0.5
 """How often the idle thread looks whether it is to stop: 2 wake-ups a second."""
 
@@ -39,7 +43,7 @@ class StateServer:
         host: str,
         port: int,
         tokens: Tokens | None,
-        get_state: Callable[[], Mapping[str, Any]],
+        answers: Mapping[str, Callable[[str], bytes]],
         logger: logging.Logger,
     ) -> None:
         """
@@ -47,14 +51,14 @@ class StateServer:
             host: an IP address.
             port: 0 takes any free port; ``port`` then holds it.
             tokens: clients must show one of them; None answers everybody.
-            get_state: called in this server's thread for each request, beside all other threads of the engine: it must
-                be safe there, and quick. Gives JSON types only.
-            logger: for a state that cannot be had.
+            answers: by path, what gives the JSON text for a query. It is called in a thread of this server, beside all
+                other threads of the engine and other calls of itself: it must be safe there, and quick.
+            logger: for an answer that cannot be had.
 
         Raises:
             StatePortError: one sentence that names the address and the remedy.
         """
-        self.tokens, self.get_state, self.logger = tokens, get_state, logger
+        self.tokens, self.answers, self.logger = tokens, answers, logger
         try:
             self._server = _Server((host, port), self)
         except OSError as error:
@@ -76,9 +80,13 @@ class StateServer:
         self._server.server_close()
 
 
-class _Server(HTTPServer):
+class _Server(ThreadingMixIn, HTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
     def __init__(self, address: tuple[str, int], owner: StateServer) -> None:
         self.owner = owner
+        self._places = threading.BoundedSemaphore(MAXIMUM_CLIENTS)
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, _Handler)
 
@@ -87,6 +95,22 @@ class _Server(HTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread to be had
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away in the middle is no event."""
@@ -104,22 +128,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         owner = self.server.owner
+        path, _, query = self.path.partition("?")
+        answer = owner.answers.get(path)
         if not self._is_authorised(owner.tokens):
-            self._answer(HTTPStatus.UNAUTHORIZED, {"error": "send a token of this engine's token file as bearer token"})
-        elif self.path.partition("?")[0] != PATH:
-            self._answer(HTTPStatus.NOT_FOUND, {"error": f"there is only {PATH}"})
+            self._refuse(HTTPStatus.UNAUTHORIZED, "send a token of this engine's token file as bearer token")
+        elif answer is None:
+            self._refuse(HTTPStatus.NOT_FOUND, f"there is only {' and '.join(owner.answers)}")
         else:
             try:
-                body = json.dumps(owner.get_state())
+                body = answer(query)
             except Exception:
-                owner.logger.exception("the connector's state cannot be had")
-                error = {"error": "the state cannot be had, see the engine's log"}
-                self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, error)
+                owner.logger.exception("the connector's %s cannot be had", path)
+                self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{path} cannot be had, see the engine's log")
             else:
                 self._send(HTTPStatus.OK, body)
 
     def refuse(self) -> None:
-        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET is allowed"})
+        self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is allowed")
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = refuse
 
@@ -130,11 +155,11 @@ class _Handler(BaseHTTPRequestHandler):
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         return tokens is None or (scheme.lower() == "bearer" and tokens.accepts(token.strip()))
 
-    def _answer(self, status: HTTPStatus, content: Mapping[str, Any]) -> None:
-        self._send(status, json.dumps(content))
+    def _refuse(self, status: HTTPStatus, error: str) -> None:
+        self._send(status, json.dumps({"error": error}).encode())
 
-    def _send(self, status: HTTPStatus, text: str) -> None:
-        body = text.encode() + b"\n"
+    def _send(self, status: HTTPStatus, body: bytes) -> None:
+        body += b"\n"
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -105,6 +105,11 @@ METRICS: Final = (
     ),
     Metric(
         "counter",
+        contract.METRIC_COMPUTE_LIMIT_EXCEEDED,
+        "Requests refused because more of the prompt would have been computed than their sender allowed.",
+    ),
+    Metric(
+        "counter",
         contract.METRIC_COST_DECISIONS,
         "Choices between reading a match and recomputing it.",
         {"decision": ("pull", "recompute", "explore")},

@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,15 @@ def stop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
 
+def answers(get_state: Callable[[], Any] = lambda: STATE) -> dict[str, Callable[[str], bytes]]:
+    return {"/state": lambda query: json.dumps(get_state()).encode(), "/echo": lambda query: json.dumps(query).encode()}
+
+
 @contextmanager
 def serving(
-    get_state: Callable[[], Mapping[str, Any]] = lambda: STATE, tokens: Tokens | None = None, host: str = HOST
+    get_state: Callable[[], Any] = lambda: STATE, tokens: Tokens | None = None, host: str = HOST
 ) -> Iterator[StateServer]:
-    server = StateServer(host, 0, tokens, get_state, LOG)
+    server = StateServer(host, 0, tokens, answers(get_state), LOG)
     try:
         yield server
     finally:
@@ -51,12 +56,13 @@ def ask(
         return response.status, json.loads(body) if body else None, response
 
 
-def test_state_is_json() -> None:
+def test_answers_are_json() -> None:
     with serving() as server:
         status, body, response = ask(server)
         assert (status, body) == (200, STATE)
         assert response.getheader("Content-Type") == "application/json"
         assert ask(server, path="/state?verbose")[0] == 200
+        assert ask(server, path="/echo?a=1&b=?")[:2] == (200, "a=1&b=?")
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
@@ -68,7 +74,7 @@ def test_ipv6() -> None:
 @pytest.mark.parametrize("path", ["/", "/states", "/state/", "/metrics"])
 def test_other_paths_are_not_found(path: str) -> None:
     with serving() as server:
-        assert ask(server, path=path)[:2] == (404, {"error": "there is only /state"})
+        assert ask(server, path=path)[:2] == (404, {"error": "there is only /state and /echo"})
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
@@ -95,31 +101,62 @@ def test_a_state_that_cannot_be_had_is_a_server_error_and_the_port_goes_on(caplo
     def fail() -> Mapping[str, Any]:
         raise KeyError("x")
 
-    answers: list[Callable[[], Mapping[str, Any]]] = [lambda: {"bad": object()}, fail, lambda: STATE]
-    with serving(lambda: answers.pop(0)()) as server:
+    states: list[Callable[[], Mapping[str, Any]]] = [lambda: {"bad": object()}, fail, lambda: STATE]
+    with serving(lambda: states.pop(0)()) as server:
         assert [ask(server)[0] for _ in range(3)] == [500, 500, 200]
-    assert [record.getMessage() for record in caplog.records] == ["the connector's state cannot be had"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["the connector's /state cannot be had"] * 2
 
 
-def test_a_slow_client_costs_the_others_its_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_clients_hold_up_nobody() -> None:
+    with serving() as server, ExitStack() as stack:
+        for _ in range(module.MAXIMUM_CLIENTS - 1):
+            slow = stack.enter_context(socket.create_connection((HOST, server.port)))
+            slow.sendall(b"GET /state HTTP/1.1\r\n")
+        assert ask(server)[0] == 200
+        assert is_served(slow)
+
+
+def is_served(client: socket.socket) -> bool:
+    client.sendall(b"\r\n")
+    client.settimeout(10)
+    return client.recv(4096).startswith(b"HTTP/1.0 200")
+
+
+def test_more_clients_than_there_are_places_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAXIMUM_CLIENTS", 2)
+    entered, leave = threading.Semaphore(0), threading.Event()
+
+    def wait() -> Mapping[str, Any]:
+        entered.release()
+        assert leave.wait(10)
+        return STATE
+
+    with serving(wait) as server, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ask, server) for _ in range(2)]
+        for _ in waiting:
+            assert entered.acquire(timeout=10)
+        with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
+            ask(server)
+        leave.set()
+        assert [answer.result()[0] for answer in waiting] == [200, 200]
+        assert ask(server)[0] == 200
+
+
+def test_a_client_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLIENT_SECONDS", 0.3)
     with serving() as server, socket.create_connection((HOST, server.port)) as slow:
-        stop = threading.Event()
-
-        def drip() -> None:
+        slow.settimeout(0.05)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
             try:
-                while not stop.wait(0.05):
-                    slow.sendall(b"G")  # a byte now and then: each one begins the socket's own time-out anew
+                slow.sendall(b"G")  # a byte now and then: each one begins the socket's own time-out anew
+                if slow.recv(1) == b"":
+                    return
+            except TimeoutError:
+                continue
             except OSError:
-                pass  # closed by the server, as it should be
-
-        thread = threading.Thread(target=drip)
-        thread.start()
-        try:
-            assert ask(server)[0] == 200
-        finally:
-            stop.set()
-            thread.join()
+                return
+        pytest.fail("it is served for ever")
 
 
 @pytest.mark.parametrize("data", [b"\r\n\r\n", b"\x00" * 100, b"GET /state\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b""])
@@ -139,7 +176,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
         serving() as server,
         pytest.raises(StatePortError, match=rf"port {HOST}:{server.port} cannot be opened .*: set"),
     ):
-        StateServer(HOST, server.port, None, lambda: STATE, LOG)
+        StateServer(HOST, server.port, None, answers(), LOG)
 
 
 def test_stop_ends_the_thread_and_frees_the_port() -> None:
@@ -151,7 +188,7 @@ def test_stop_ends_the_thread_and_frees_the_port() -> None:
     end = time.monotonic() + 5
     while time.monotonic() < end:
         try:
-            StateServer(HOST, server.port, None, lambda: STATE, LOG).stop()
+            StateServer(HOST, server.port, None, answers(), LOG).stop()
             return
         except StatePortError:
             time.sleep(0.05)
