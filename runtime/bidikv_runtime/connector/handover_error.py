@@ -15,10 +15,12 @@ How it knows the failure:
   more, asks without the header and gets the engine's own answer. A dead engine, an overload and a client's mistake have
   other messages, and pass unchanged.
 
-Where it looks: at a JSON answer with status 400 or 500, or at a stream's first events. A chat stream of vLLM 0.32
-begins with one event per choice that only names the role, also when an error follows. They are held back, with the
-response's start, until the next event; vLLM sends that at once, unless a parser keeps the first tokens to itself.
-Anything that does not look like this passes as it is.
+Where it looks: at a JSON answer with status 400 or 500, or at a stream's first events. vLLM 0.32 begins a stream of a
+chat, of messages and of a response with events that say nothing yet (``is_prelude``), also when an error follows. They
+are held back, with the response's start, until the next event; vLLM sends that at once, unless a parser keeps the first
+tokens to itself. Two of vLLM's streams (0.32 and 0.33) do not get to tell the error: that of messages takes it for a
+broken chunk and says so, that of a response breaks off with a ``ValidationError``. Anything that does not look like
+this passes as it is.
 """
 
 from __future__ import annotations
@@ -41,13 +43,20 @@ _GUARDED: Final = (contract.HANDOVER_HEADER.encode(), contract.HANDOVER_GUARDED.
 _UNEXPLAINED: Final = (500, "Internal server error")
 """Code and message of vLLM 0.32's ``GenerationError`` (``entrypoints/generate/base/serving.py``)."""
 _HELD_BYTES: Final = 1024 * 1024
-"""A longer beginning passes: no error is so long, and role events only when they repeat a prompt's token ids."""
+"""A longer beginning passes: no error is so long, and other events only when they repeat much of the request."""
+_PRELUDES: Final = (b"event: message_start\n", b"event: response.created\n", b"event: response.in_progress\n")
+_ERROR_EVENT: Final = b"event: error\n"
+_BROKEN_CHUNK: Final = "validation errors for ChatCompletionStreamResponse"
+"""What the stream of messages says of an error that it was to pass on."""
+_BROKEN_EVENT: Final = "union[ResponseCreatedEvent"
+"""What the exception says in which the stream of a response ends for the same reason."""
 _OF_THE_BODY: Final = (b"content-type", b"content-length", b"content-encoding", b"transfer-encoding")
 
 
 class _Error(msgspec.Struct):
     message: str
-    code: int
+    code: int = _UNEXPLAINED[0]
+    """Anthropic's form has none."""
 
 
 class _Failure(msgspec.Struct):
@@ -73,7 +82,7 @@ _ROLE_EVENT: Final = msgspec.json.Decoder(_RoleEvent)
 
 
 def is_lost_handover(document: bytes) -> bool:
-    """Whether a JSON answer (or a stream's event without its framing) is vLLM's error for a refused request."""
+    """Whether a JSON answer (or what a stream's event carries) is vLLM's error for a refused request."""
     try:
         error = _FAILURE.decode(document).error
     except msgspec.MsgspecError:
@@ -81,10 +90,23 @@ def is_lost_handover(document: bytes) -> bool:
     return contract.HANDOVER_LOST in error.message or (error.code, error.message) == _UNEXPLAINED
 
 
-def is_role_event(document: bytes) -> bool:
-    """Whether a chat stream's event names the role and says nothing yet."""
+def is_lost_event(event: bytes) -> bool:
+    """Whether the first event of a stream that says something tells of a refused request."""
+    if not event.startswith(_ERROR_EVENT):
+        return is_lost_handover(event.removeprefix(b"data: "))
     try:
-        return all(not choice.delta.content for choice in _ROLE_EVENT.decode(document).choices)
+        message = _FAILURE.decode(event.removeprefix(_ERROR_EVENT + b"data: ")).error.message
+    except msgspec.MsgspecError:
+        return False
+    return _BROKEN_CHUNK in message
+
+
+def is_prelude(event: bytes) -> bool:
+    """Whether a stream's event says nothing yet: it names the role, or that an answer has begun."""
+    if event.startswith(_PRELUDES):
+        return True
+    try:
+        return all(not choice.delta.content for choice in _ROLE_EVENT.decode(event.removeprefix(b"data: ")).choices)
     except msgspec.MsgspecError:
         return False
 
@@ -97,8 +119,16 @@ class HandoverErrors:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI 3); those without the header see nothing of this class."""
-        guarded = scope["type"] == "http" and _GUARDED in scope["headers"]  # names are lower case in ASGI
-        await self._app(scope, receive, _Answer(send) if guarded else send)
+        if scope["type"] != "http" or _GUARDED not in scope["headers"]:  # names are lower case in ASGI
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send)
+        try:
+            await self._app(scope, receive, answer)
+        except ValueError as error:  # pydantic's ValidationError is one
+            if not (answer.holds_events and _BROKEN_EVENT in str(error)):
+                raise
+            await answer.replace()
 
 
 class _State(enum.Enum):
@@ -133,7 +163,12 @@ class _Answer:
             for waiting in held:
                 await self._send(waiting)
         elif self._state is _State.REPLACED:
-            await self._replace()
+            await self.replace()
+
+    @property
+    def holds_events(self) -> bool:
+        """Nothing was sent, and the response is a stream that has begun."""
+        return self._state is _State.EVENTS
 
     def _judge(self, message: Message) -> _State:
         if message["type"] == "http.response.start":
@@ -148,15 +183,17 @@ class _Answer:
         if len(self._body) > _HELD_BYTES:
             return _State.PASSING
         if self._state is _State.EVENTS:
-            event = bytes(body).removeprefix(b"data: ")
-            if is_lost_handover(event):
+            event = bytes(body)
+            if is_lost_event(event):
                 return _State.REPLACED
-            return _State.EVENTS if is_role_event(event) else _State.PASSING
+            return _State.EVENTS if is_prelude(event) else _State.PASSING
         if more:
             return self._state
         return _State.REPLACED if is_lost_handover(bytes(self._body)) else _State.PASSING
 
-    async def _replace(self) -> None:
+    async def replace(self) -> None:
+        """Send the distinct error in the place of what was held."""
+        self._state = _State.REPLACED
         start, self._held = self._held[0], []
         body = msgspec.json.encode(
             {

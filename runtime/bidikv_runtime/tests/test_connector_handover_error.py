@@ -37,9 +37,32 @@ def event(document: Any) -> bytes:
     return b"data: %b\n\n" % json.dumps(document).encode()
 
 
+def named(name: str, document: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), json.dumps(document).encode())
+
+
+MESSAGE_START = named("message_start", {"type": "message_start", "message": {"usage": {"input_tokens": 70}}})
+RESPONSE_START = [named(name, {"type": name, "response": {}}) for name in ("response.created", "response.in_progress")]
+BROKEN_CHUNK = named(
+    "error",
+    {
+        "type": "error",
+        "error": {
+            "type": "internal_error",
+            "message": "2 validation errors for ChatCompletionStreamResponse\nmodel\n  Field required [type=missing, "
+            "input_value={'error': {'message': 'In...am': None, 'code': 500}}, input_type=dict]",
+        },
+    },
+)
+
+
 def stream(*documents: Any) -> list[Message]:
     """What vLLM sends for a stream."""
-    chunks = [*(event(document) for document in documents), b"data: [DONE]\n\n"]
+    return raw_stream(*(event(document) for document in documents), b"data: [DONE]\n\n")
+
+
+def raw_stream(*chunks: bytes) -> list[Message]:
+    """A stream of events that are encoded already."""
     bodies: list[Message] = [{"type": "http.response.body", "body": chunk, "more_body": True} for chunk in chunks]
     start: Message = {"type": "http.response.start", "status": 200, "headers": EVENTS}
     return [start, *bodies, {"type": "http.response.body", "body": b"", "more_body": False}]
@@ -92,6 +115,8 @@ LOST = {
     "0.32 chat stream of three": stream(role(0), role(1), role(2), UNEXPLAINED),
     "0.32 completions stream": stream(UNEXPLAINED),
     "0.33 stream": stream(EXPLAINED),
+    "messages": document(500, {"type": "error", "error": {"type": "X", "message": "Internal server error"}}),
+    "messages stream": raw_stream(MESSAGE_START, BROKEN_CHUNK),
 }
 
 
@@ -142,6 +167,11 @@ OTHER = {
     "stream with another error": stream(role(), error(500, "EngineCore encountered an issue.")),
     "stream that ends at once": stream(role(finish_reason="stop"), UNEXPLAINED),
     "stream of nothing": stream(),
+    "messages stream": raw_stream(MESSAGE_START, named("content_block_start", {}), BROKEN_CHUNK),
+    "messages with another error": raw_stream(MESSAGE_START, named("error", error(500, "EngineCore died."))),
+    "messages with an odd error": raw_stream(MESSAGE_START, named("error", [])),
+    "messages that are a mistake": document(400, {"type": "error", "error": {"type": "X", "message": "too long"}}),
+    "response stream": raw_stream(*RESPONSE_START, named("response.output_item.added", {}), event(UNEXPLAINED)),
     "stream of roles": stream(*[role(index) for index in range(20)]),
     "stream of endless roles": stream(*[role() | {"prompt_text": "x" * 100_000} for _ in range(20)], UNEXPLAINED),
 }
@@ -157,6 +187,31 @@ async def test_a_stream_waits_for_its_first_word_only() -> None:
     await engine.serve(GUARDED)
     # start, role: held; from the first token on each message at once
     assert engine.sent_after == [0, 0, 3, 4, 5, 6]
+
+
+def broken_event() -> Exception:
+    """What vLLM's stream of a response ends with; it cannot write an error."""
+    return ValueError("103 validation errors for union[ResponseCreatedEvent,ResponseInProgressEvent]\nand so on")
+
+
+async def test_a_stream_of_a_response_that_breaks_off_becomes_the_error_too() -> None:
+    start, body = await Engine(raw_stream(*RESPONSE_START)[:3], failure=broken_event()).serve(GUARDED)
+    assert start["status"] == 503
+    assert json.loads(body["body"])["error"]["type"] == "bidikv_handover_lost"
+
+
+async def test_a_stream_of_a_response_may_break_off_later_or_otherwise() -> None:
+    later = Engine(raw_stream(*RESPONSE_START, named("response.output_item.added", {}))[:4], failure=broken_event())
+    with pytest.raises(ValueError, match="ResponseCreatedEvent"):
+        await later.serve(GUARDED)
+    assert len(later.sent) == 4
+    otherwise = Engine(raw_stream(*RESPONSE_START)[:3], failure=ValueError("something else"))
+    with pytest.raises(ValueError, match="something else"):
+        await otherwise.serve(GUARDED)
+    assert otherwise.sent == []
+    unguarded = Engine(raw_stream(*RESPONSE_START)[:3], failure=broken_event())
+    with pytest.raises(ValueError, match="ResponseCreatedEvent"):
+        await unguarded.serve([])
 
 
 async def test_an_exception_of_the_application_reaches_the_server_with_nothing_sent() -> None:
