@@ -80,23 +80,24 @@ class PublicationIndex:
                     self._next_number += 1
                     new.append(block)
                 self._entry_of_hash[content] = (block, self._number_of_block[block])
-            self.changes += 1
+            self.changes += len(new)
         return new
 
     def unpublish(self, blocks: Iterable[int]) -> int:
         """Remove blocks that are about to be re-used; returns how many were published."""
         with self._changing:
             removed = sum(self._remove(block) for block in blocks)
-            self.changes += 1
+            self.changes += removed
         return removed
 
     def clear(self) -> None:
         """Remove everything. Numbers go on, so that reads in flight fail their validation."""
         with self._changing:
+            removed = len(self._number_of_block)
             self._number_of_block.clear()
             self._hash_of_block.clear()
             self._entry_of_hash.clear()
-            self.changes += 1
+            self.changes += removed
 
     def lookup(self, hashes: Sequence[bytes]) -> list[Run]:
         """The first ``MAXIMUM_RUNS`` maximal runs of published blocks among ``hashes``, in order."""
