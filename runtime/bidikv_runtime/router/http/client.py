@@ -241,9 +241,8 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.abort()
 
     def _take_head(self) -> None:
-        if self._pending[:1] in (b"\r", b"\n"):
-            self._pending = self._pending.lstrip(b"\r\n")  # RFC 9112 section 2.2
-        end = self._pending.find(HEAD_END)
+        start = 2 if self._pending.startswith(b"\r\n") else 0  # an empty line may come first: RFC 9112 section 2.2
+        end = self._pending.find(HEAD_END, start)
         if end < 0 or end > self._limits.max_header_bytes:
             if len(self._pending) > self._limits.max_header_bytes:
                 self._refuse(ApiError(431, "The request's head is too large.", close=True))
@@ -251,7 +250,7 @@ class ClientConnection(asyncio.BufferedProtocol):
                 self.deadline = min(self.deadline, monotonic() + self._limits.head_seconds)  # from its first bytes
             return
         end += len(HEAD_END)
-        raw, rest, self._pending = self._pending[:end], self._pending[end:], b""
+        raw, rest, self._pending = self._pending[start:end], self._pending[end:], b""
         try:
             self._parser = RequestParser()
             self._head = head = self._parser.parse_head(raw, self._limits.max_header_fields)

@@ -37,6 +37,7 @@ class RequestParser:
         self._in_body = False
         self._keep_alive = False
         self._raw_bytes = 0
+        self._recent = b""
         self.body = bytearray()
         """Decoded bytes of a chunked body."""
         self.complete = False
@@ -49,6 +50,8 @@ class RequestParser:
         Raises:
             ApiError: 400 for malformed or ambiguous heads, 431, 501 and 505 for what servers may refuse.
         """
+        if data[0] in b"\r\n":  # llhttp skips any number of them
+            raise ApiError(400, "The request line is empty.", close=True)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -69,6 +72,8 @@ class RequestParser:
         fields = dict(reversed(headers))
         length, chunked = self._find_framing(fields, http10)
         method = self._parser.get_method()
+        if not data.startswith(b"%b %b HTTP/" % (method, target)):
+            raise ApiError(400, "The request line must be: method, space, target, space, version.", close=True)
         if not chunked:
             self._parser = None
         return RequestHead(
@@ -108,6 +113,7 @@ class RequestParser:
             ApiError: 400 for broken framing, 413 when the body (or its framing) is larger than ``limit`` allows.
         """
         self._raw_bytes += len(data)
+        self._recent = _keep_recent(self._recent, data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -118,6 +124,7 @@ class RequestParser:
             raise build_too_large(limit)
         if self.complete:
             self._parser = None
+            self.followed = self.followed or not _ends_body(self._recent)
         return self.complete
 
     # --- callbacks of httptools ---
@@ -132,7 +139,7 @@ class RequestParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:  # later ones are trailers: a proxy may drop them
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         if not self._in_body:  # asked here: llhttp forgets the Connection header when a message is complete
@@ -151,6 +158,16 @@ def build_too_large(limit: int) -> ApiError:
     return ApiError(413, f"The request body is larger than the router's limit of {limit} bytes.", close=True)
 
 
+def _keep_recent(recent: bytes, data: bytes) -> bytes:
+    """The last bytes of a body, at least as many as :func:`_ends_body` looks at."""
+    return data if len(data) > 8 else (recent + data)[-8:]
+
+
+def _ends_body(recent: bytes) -> bool:
+    """Whether nothing follows a complete chunked body: llhttp takes line ends behind it for the next message's."""
+    return recent.endswith(b"\r\n\r\n") and recent[-5:-4] != b"\n"
+
+
 class ResponseParser:
     """One response: its head in one call, then where its chunked body ends."""
 
@@ -160,6 +177,7 @@ class ResponseParser:
         self._headers: Headers = []
         self._in_body = False
         self._keep_alive = False
+        self._recent = b""
         self.in_chunk = False
         self.complete = False
         self.followed = False
@@ -171,6 +189,8 @@ class ResponseParser:
         Raises:
             MalformedAnswer: it is malformed, ambiguous, or switches protocols.
         """
+        if data[0] in b"\r\n":
+            raise MalformedAnswer("the status line is empty")
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -208,13 +228,14 @@ class ResponseParser:
         Raises:
             MalformedAnswer: broken framing, or bytes behind the end.
         """
+        self._recent = _keep_recent(self._recent, data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise MalformedAnswer(str(error)) from error
         if self.complete:
             self._parser = None
-            if self.followed:
+            if self.followed or not _ends_body(self._recent):
                 raise MalformedAnswer("more than one answer")
         return data
 
@@ -229,7 +250,7 @@ class ResponseParser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_body:
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         if not self._in_body:  # asked here: llhttp forgets it when a message is complete
