@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import h11
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

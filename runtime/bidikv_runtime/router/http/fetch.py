@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bidikv_runtime.router.http.http1 import Headers
 from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectionLost, Origin, UpstreamError, UpstreamPool
 
 
@@ -32,7 +31,8 @@ class Answer:
     """A whole small answer."""
 
     status: int
-    headers: Headers
+    fields: dict[bytes, bytes]
+    """Header fields by name in lower case."""
     body: bytes
 
 
@@ -93,4 +93,4 @@ async def _ask(pool: UpstreamPool, origin: Origin, head: bytes, seconds: float, 
         connection.release()
     if len(body) > limit:
         raise UpstreamError(f"the answer is larger than {limit} bytes")
-    return Answer(answer.status, answer.headers, bytes(body))
+    return Answer(answer.status, answer.fields, bytes(body))

@@ -10,6 +10,7 @@ httptools' parsers and their owners refer to each other. A parser is dropped whe
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import httptools
@@ -20,6 +21,7 @@ from bidikv_runtime.router.http.http1 import Headers, RequestHead, ResponseHead
 _CHUNK_OVERHEAD: Final = 8
 """Raw bytes per body byte that a chunked body may cost: one-byte chunks cost 6."""
 _VERSIONS: Final = {"1.1": False, "1.0": True}
+_REASON: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _CHUNKED_ANSWER: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -210,6 +212,8 @@ class ResponseParser:
         status = self._parser.get_status_code()
         if status == 101 or status < 100:
             raise MalformedAnswer(f"status {status}")
+        if _REASON.fullmatch(self._reason) is None:
+            raise MalformedAnswer("bad reason phrase")  # llhttp lets control characters pass
         if coding is None:
             self._parser = None
         return ResponseHead(
