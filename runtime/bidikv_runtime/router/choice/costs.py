@@ -23,26 +23,28 @@ ASSUMED_TOKENS_PER_BYTE: Final = 0.5
 class Overheads:
     """Of one path."""
 
-    __slots__ = ("_averages",)
+    __slots__ = ("_averages", "_lenders")
 
     def __init__(self) -> None:
         self._averages = [math.nan] * _CLASSES
+        self._lenders = list(range(_CLASSES))
+        """Whose average each class uses."""
 
     def observe(self, prompt_tokens: int, seconds: float) -> None:
         """A turn took ``seconds`` more than its prompt's computation was expected to."""
         seconds = min(max(seconds, 0.0), _LONGEST)
-        position = _classify(prompt_tokens)
-        known = self._averages[position]
-        self._averages[position] = seconds if math.isnan(known) else known + _SHARE * (seconds - known)
+        averages, own = self._averages, _classify(prompt_tokens)
+        known = averages[own]
+        if math.isnan(known):
+            averages[own] = seconds
+            observed = [other for other in range(_CLASSES) if not math.isnan(averages[other])]
+            self._lenders = [min(observed, key=lambda o: abs(o - each)) for each in range(_CLASSES)]
+        else:
+            averages[own] = known + _SHARE * (seconds - known)
 
     def estimate(self, prompt_tokens: int) -> float:
         """Seconds; nan while nothing was observed."""
-        averages, position = self._averages, _classify(prompt_tokens)
-        for distance in range(_CLASSES):
-            for other in (position - distance, position + distance):
-                if 0 <= other < _CLASSES and not math.isnan(averages[other]):
-                    return averages[other]
-        return math.nan
+        return self._averages[self._lenders[_classify(prompt_tokens)]]
 
 
 def _classify(tokens: int) -> int:

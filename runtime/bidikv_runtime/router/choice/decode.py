@@ -9,21 +9,26 @@ elsewhere stays there. All replicas see the same reports, so they agree up to th
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from bidikv_runtime.router.choice.engine import Engine, Tier
-from bidikv_runtime.router.choice.ranking import FRACTIONS, Holder, Ranked
+from bidikv_runtime.router.choice.engine import Engine, Holding, Tier
+from bidikv_runtime.router.choice.ranking import Ranked
 
 LOAD_BOUND: Final = 1.25
 """Most load of a decode engine over the mean."""
 TRIES: Final = 3
 """Decode engines that one turn may try."""
+_FRACTIONS: Final = 0x10000
 
 
-def compute_capacity(load: int, engines: int, floor: int) -> int:
-    """How many unfinished requests one of ``engines`` may have when one is added to ``load``; ``floor`` at least."""
-    return max(floor, math.ceil(LOAD_BOUND * (load + 1) / engines)) if engines else floor
+def compute_capacity(load: int, engines: float, floor: int) -> int:
+    """How many unfinished requests one of ``engines`` may have when one is added to ``load``; ``floor`` at least.
+
+    An engine that joined lately is a part of one: with all of it, the others would be over the bound at once, and their
+    sessions would leave their KV behind.
+    """
+    return max(floor, math.ceil(LOAD_BOUND * (load + 1) / max(engines, 1.0)))
 
 
 def compute_tier(engine: Engine, ready_prefill: Sequence[Engine]) -> Tier:
@@ -38,50 +43,51 @@ def compute_tier(engine: Engine, ready_prefill: Sequence[Engine]) -> Tier:
 
 
 def order_decode(
-    ranking: Sequence[Ranked],
-    holders: Sequence[Holder],
-    capacity: int,
-    share_of: Collection[Engine] | None = None,
-    *,
-    now: float = 0.0,
-    warm_seconds: float = 0.0,
+    ranking: Sequence[Ranked], holdings: Sequence[Holding], capacity: int, *, now: float, warm_seconds: float
 ) -> list[Engine]:
     """Candidates in the order to try, at most ``TRIES``.
 
     Args:
         ranking: of the session, over decode engines.
-        holders: of the session.
-        capacity: load that none but the last choices may exceed.
-        share_of: engines that joined lately; None or empty when there are none.
-        now: for these.
-        warm_seconds: until they have their full share.
+        holdings: what is held of the session.
+        capacity: load that an engine must be below to be chosen while another is.
+        now: for engines that joined lately (``Engine.warm_from``).
+        warm_seconds: until they get all of the new sessions that they win.
     """
     chosen: list[Engine] = []
-    if holders:
-        much = max(holder.last.held_tokens for holder in holders) / 2
-        good = [h for h in holders if h.engine.candidate and h.engine.load < capacity and h.last.held_tokens >= much]
+    if holdings:
+        much = max(holding.held_tokens for holding in holdings) / 2
+        good = [
+            holding
+            for holding in holdings
+            if holding.held_tokens >= much and holding.engine.candidate and holding.engine.load < capacity
+        ]
         if len(good) > 1:
-            positions = {id(ranked.engine): position for position, ranked in enumerate(ranking)}
-            good.sort(key=lambda h: (-h.last.held_tokens, positions.get(id(h.engine), 0)))
-        chosen.extend(holder.engine for holder in good[:TRIES])
+            positions = {address: position for position, (_, address, _) in enumerate(ranking)}
+            good.sort(key=lambda h: (-h.held_tokens, positions.get(h.engine.endpoint.address, 0)))
+        chosen = [holding.engine for holding in good[:TRIES]]
+    usual: list[Engine] = []
+    distant: list[Engine] = []
     late: list[Engine] = []
-    tiers: list[list[Engine]] = [[], [], []]
-    for ranked in ranking:
-        engine = ranked.engine
+    wanted = TRIES - len(chosen)
+    for weight, _, engine in ranking:
+        if len(usual) >= wanted:
+            break
         if not engine.candidate or engine in chosen:
             continue
-        if engine.load >= capacity or (share_of and engine in share_of and not _takes(ranked, now, warm_seconds)):
+        if engine.load >= capacity or (engine.warm_from is not None and not _takes(engine, weight, now, warm_seconds)):
             late.append(engine)
-            continue
-        tiers[engine.tier].append(engine)
-        if engine.tier == 0 and len(chosen) + len(tiers[0]) >= TRIES:
-            break
-    for group in (*tiers, late):
-        chosen.extend(group[: TRIES - len(chosen)])
-    return chosen
+        elif engine.tier == 1:
+            distant.append(engine)
+        else:
+            usual.append(engine)
+    return (chosen + usual + distant + late)[:TRIES]
 
 
-def _takes(ranked: Ranked, now: float, warm_seconds: float) -> bool:
-    """Whether an engine that joined lately is one for this session yet."""
-    joined = ranked.engine.warm_from
-    return joined is None or ranked.fraction < (now - joined) / warm_seconds * FRACTIONS
+def _takes(engine: Engine, weight: bytes, now: float, warm_seconds: float) -> bool:
+    """Whether an engine that joined lately is one for this session yet.
+
+    The low bits of the weight say so: equal in every replica, and independent of the session's ranking.
+    """
+    joined = engine.warm_from
+    return joined is None or int.from_bytes(weight[-2:]) < (now - joined) / warm_seconds * _FRACTIONS

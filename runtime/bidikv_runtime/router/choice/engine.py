@@ -9,7 +9,7 @@ and ended since, but at least what it began since. Without reports only this rep
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from bidikv_runtime.contract import MAXIMUM_REPORTED_SESSIONS, EngineReport, SessionReport
 from bidikv_runtime.router.choice.breaker import Breaker
@@ -26,6 +26,17 @@ _SHARE: Final = 0.1
 Tier = Literal[0, 1, 2, 3]
 """Of a decode engine, the lower the better: prefill of its compatibility in its zone (0), elsewhere (1), none (2); not
 ready (3)."""
+
+
+class Holding(NamedTuple):
+    """What an engine holds of a session, and of which turn; tokens."""
+
+    engine: Engine
+    prompt_tokens: int
+    """Of the session's last known turn there."""
+    held_tokens: int
+    """From the front, the answer included."""
+    body_bytes: int
 
 
 @dataclass(slots=True)
@@ -48,6 +59,7 @@ class Engine:
         "endpoint",
         "held",
         "load",
+        "queued_tokens",
         "report",
         "reported_at",
         "reports",
@@ -92,19 +104,13 @@ class Engine:
         self.works_at_report = 0
         self.unsent = 0
         """Turns of this replica that will come here: their prefill leg runs."""
+        self.queued_tokens = 0
+        """Prompt tokens that the engine has yet to compute, as far as known."""
         self.tokens = 0
         """Prompt tokens of this replica's work here."""
         self.tokens_at_report = 0
         self.tokens_since_report = 0
         """Of ``tokens``: of work begun since the last report."""
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens that the engine has yet to compute, as far as known."""
-        if self.report is None:
-            return self.tokens
-        moved = self.report.queued_tokens + self.tokens - self.tokens_at_report
-        return moved if moved > self.tokens_since_report else self.tokens_since_report
 
     def fits(self, other: Engine) -> bool:
         """Whether the two may read each other's KV, as far as known."""
@@ -126,6 +132,7 @@ class Engine:
         self.reports += 1
         self.works_at_report, self.tokens_at_report, self.tokens_since_report = self.works, self.tokens, 0
         self._count_load()
+        self._count_tokens()
 
     def _take_sessions(self, sessions: tuple[SessionReport, ...]) -> None:
         held = self.held
@@ -142,6 +149,20 @@ class Engine:
         if self.candidate:
             self.totals.load += load - self.load
         self.load = load
+
+    def _count_tokens(self) -> None:
+        queued = self.tokens
+        if self.report is not None:
+            # The engine may have computed some of what it reported, and all of what ended since.
+            queued = max(self.report.queued_tokens + queued - self.tokens_at_report, self.tokens_since_report)
+        self.queued_tokens = queued
+
+    def change_tokens(self, change: int, *, since_report: bool) -> None:
+        """Count prompt tokens more or less; ``since_report``: their work began after the last report."""
+        self.tokens += change
+        if since_report:
+            self.tokens_since_report += change
+        self._count_tokens()
 
     def observe_speed(self, tokens: int, seconds: float) -> None:
         """Learn the speed of an engine that does not report it."""
@@ -178,8 +199,7 @@ class Work:
         else:
             engine.unsent += 1
         if tokens:
-            engine.tokens += tokens
-            engine.tokens_since_report += tokens
+            engine.change_tokens(tokens, since_report=True)
         engine.change_load(1)
         engine.totals.works += 1
 
@@ -194,10 +214,7 @@ class Work:
         """The first token came: nothing of the prompt is left to compute."""
         tokens, self._tokens = self._tokens, 0
         if tokens:
-            engine = self._engine
-            engine.tokens -= tokens
-            if self._reports == engine.reports:
-                engine.tokens_since_report -= tokens
+            self._engine.change_tokens(-tokens, since_report=self._reports == self._engine.reports)
 
     def end(self) -> None:
         """It is over, however. May be called again."""

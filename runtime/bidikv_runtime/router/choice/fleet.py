@@ -20,25 +20,21 @@ from bidikv_runtime.router.choice.budget import RetryBudget as RetryBudget
 from bidikv_runtime.router.choice.costs import Overheads, TokensPerByte
 from bidikv_runtime.router.choice.decode import compute_capacity, compute_tier, order_decode
 from bidikv_runtime.router.choice.endpoints import Endpoint, Pools, Role, is_ready
-from bidikv_runtime.router.choice.engine import Engine, Totals, Work
-from bidikv_runtime.router.choice.memory import Memory
+from bidikv_runtime.router.choice.engine import Engine, Holding, Totals, Work
+from bidikv_runtime.router.choice.memory import Memory, Noted
 from bidikv_runtime.router.choice.path import (
     Decision,
-    Estimate,
-    LastTurn,
     Situation,
     TurnFacts,
     choose_path,
     estimate_turn,
 )
 from bidikv_runtime.router.choice.prefill import choose_prefill, compute_wait
-from bidikv_runtime.router.choice.ranking import Holder, Ranked, rank_engines
+from bidikv_runtime.router.choice.ranking import Rankings
 from bidikv_runtime.router.choice.sources import order_sources
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.engine_view import EngineView
 
-_MOST_RANKINGS: Final = 8192
-"""Kept; an engine costs about 1 us to rank, a kept ranking of 64 engines about 6 KB."""
 _EXPLORE_EVERY: Final = 32
 """Of the turns for which decode alone seems slower, one goes there all the same."""
 _MEMORY_SECONDS: Final = 60.0
@@ -90,14 +86,17 @@ class Fleet:
         self._prefill: dict[str, Engine] = {}
         self._decode: dict[str, Engine] = {}
         self._ready_prefill: list[Engine] = []
-        self._serving_decode: list[Engine] = []
         self._warming: set[Engine] = set()
         self._unwell: set[Engine] = set()
         """Their breaker is not closed."""
         self._candidates = 0
         self._totals = Totals()
         self._typical_speed = 0.0
-        self._rankings: dict[bytes, list[Ranked]] = {}
+        self._decode_rankings = Rankings()
+        self._prefill_rankings: dict[str, Rankings] = {}
+        """By compatibility of the decode engine: of the ready prefill engines that fit it."""
+        self._last_holdings: tuple[bytes, list[Holding]] | None = None
+        """The last session asked for: path and sources ask right after decode."""
         self._memory = Memory(limits.max_sessions_remembered)
         self._tokens_per_byte = TokensPerByte()
         self._local_overheads = Overheads()
@@ -130,8 +129,8 @@ class Fleet:
         self.pools = pools
         self.known = True
         self._ready_prefill = [self._prefill[endpoint.address] for endpoint in pools.ready_prefill]
-        self._serving_decode = [self._decode[endpoint.address] for endpoint in pools.serving_decode]
-        self._rankings.clear()
+        self._decode_rankings = Rankings([self._decode[endpoint.address] for endpoint in pools.serving_decode])
+        self._last_holdings = None
         present = {*self._prefill.values(), *self._decode.values()}
         self._unwell &= present
         self._warming = {engine for engine in self._decode.values() if engine.warm_from is not None}
@@ -156,6 +155,7 @@ class Fleet:
         """Take an engine's report; None: it does not report (any more)."""
         now = self._clock()
         self._unreported.discard(endpoint_address)
+        self._last_holdings = None
         for engine in self._find(endpoint_address):
             before = engine.compatibility
             engine.take_report(report, now)
@@ -181,7 +181,7 @@ class Fleet:
     def list_reporting(self) -> list[Reporting]:
         """Engines to be asked for reports."""
         listed: dict[str, Reporting] = {}
-        for engine in (*self._ready_prefill, *self._serving_decode):
+        for engine in (*self._ready_prefill, *self._decode_rankings.engines):
             endpoint, last = engine.endpoint, engine.report
             if endpoint.state_port:
                 epoch, sequence = (last.epoch, last.sequence) if last is not None else ("", 0)
@@ -193,6 +193,7 @@ class Fleet:
 
     def _judge_decode(self) -> None:
         """Find the tier of every decode engine, and which ones are candidates."""
+        self._prefill_rankings.clear()
         ready = {endpoint.address for endpoint in self.pools.ready_decode}
         engines = list(self._decode.values())
         for engine in engines:
@@ -223,15 +224,14 @@ class Fleet:
 
     def choose_decode(self, session: bytes) -> list[Endpoint]:
         """Decode engines for a turn of ``session`` in the order to try; none when none is ready."""
-        now = 0.0
+        now, engines = 0.0, float(self._candidates)
         if self._warming:
             now = self._clock()
-            self._end_warm_up(now)
+            engines -= self._warm_up(now)
         chosen = order_decode(
-            self._rank(session),
-            self._find_holders(session),
-            compute_capacity(self._totals.load, self._candidates, self._limits.spill_floor),
-            self._warming,
+            self._decode_rankings.get(session),
+            self._find_holdings(session),
+            compute_capacity(self._totals.load, engines, self._limits.spill_floor),
             now=now,
             warm_seconds=self._limits.warm_seconds,
         )
@@ -242,15 +242,15 @@ class Fleet:
         if self._config.reuse != "Bidirectional" or count <= 0:
             return []
         engine = self._resolve(self._decode, decode, "decode")
-        chosen = order_sources(self._rank(session), self._find_holders(session), engine, count)
+        chosen = order_sources(self._decode_rankings.get(session), self._find_holdings(session), engine, count)
         return [source.endpoint.lookup for source in chosen]
 
     def choose_prefill(self, session: bytes, decode: Endpoint, exclude: Collection[str] = ()) -> Endpoint | None:
         """The prefill engine for a turn that ``decode`` will answer; None when there is no other."""
+        engine = self._resolve(self._decode, decode, "decode")
         chosen = choose_prefill(
-            session,
-            self._ready_prefill,
-            self._resolve(self._decode, decode, "decode"),
+            self._find_prefill(engine).get(session),
+            decode.zone,
             exclude,
             typical_speed=self._typical_speed,
             zone_margin_seconds=self._limits.zone_margin_seconds,
@@ -260,15 +260,21 @@ class Fleet:
     def choose_path(self, turn: TurnFacts, decode: Endpoint) -> Decision:
         """Which way a turn takes that ``decode`` will answer."""
         engine = self._resolve(self._decode, decode, "decode")
-        holders = self._find_holders(turn.session)
         usual = self._tokens_per_byte.estimate(turn.body_bytes)
-        own = next((holder.last for holder in holders if holder.engine is engine), None)
-        readable = [holder for holder in holders if holder.engine.fits(engine)]
-        best = max(readable, key=lambda holder: holder.last.held_tokens, default=None)
+        own: Holding | None = None
+        best: Holding | None = None
+        for holding in self._find_holdings(turn.session):
+            if holding.engine is engine:
+                own = holding
+            if (best is None or holding.held_tokens > best.held_tokens) and holding.engine.fits(engine):
+                best = holding
         at_decode = estimate_turn(own, turn.body_bytes, usual)
-        at_sources = estimate_turn(best.last, turn.body_bytes, usual) if best is not None else Estimate(usual, usual)
         noted = self._memory.get(turn.session)
-        waits = [compute_wait(e, self._typical_speed) for e in self._ready_prefill if e.fits(engine)]
+        wait = math.inf
+        for prefill in self._find_prefill(engine).engines:
+            wait = min(wait, compute_wait(prefill, self._typical_speed))
+            if not wait:
+                break
         decision = choose_path(
             Situation(
                 turn=turn,
@@ -276,8 +282,8 @@ class Fleet:
                 local_limit=self._config.local_limit_tokens,
                 at_decode=at_decode,
                 known_at_decode=own is not None,
-                known_anywhere=bool(holders),
-                at_sources=at_sources,
+                at_sources=at_decode if best is own else estimate_turn(best, turn.body_bytes, usual),
+                known_at_sources=best is not None,
                 refused=noted is not None and noted.skip > 0,
                 backlog=engine.queued_tokens,
                 backlog_limit=self._limits.local_backlog_tokens,
@@ -285,9 +291,9 @@ class Fleet:
                 stall_seconds=self._limits.local_stall_seconds,
                 decode_speed=engine.speed or self._typical_speed,
                 prefill_speed=self._typical_speed,
-                prefill_wait=min(waits, default=0.0),
+                prefill_wait=wait,
                 local_overhead=self._local_overheads.estimate(at_decode.prompt_tokens),
-                prefill_overhead=self._prefill_overheads.estimate(at_sources.prompt_tokens),
+                prefill_overhead=self._prefill_overheads.estimate(at_decode.prompt_tokens),
                 explore=self._slower % _EXPLORE_EVERY == _EXPLORE_EVERY - 1,
             )
         )
@@ -295,43 +301,59 @@ class Fleet:
             self._slower += 1
         return decision
 
-    def _rank(self, session: bytes) -> list[Ranked]:
-        ranking = self._rankings.get(session)
-        if ranking is None:
-            if len(self._rankings) >= _MOST_RANKINGS:
-                del self._rankings[next(iter(self._rankings))]
-            ranking = self._rankings[session] = rank_engines(session, self._serving_decode)
-        return ranking
+    def _find_prefill(self, decode: Engine) -> Rankings:
+        """Ready prefill engines that fit ``decode``."""
+        found = self._prefill_rankings.get(decode.compatibility)
+        if found is None:
+            fitting = [engine for engine in self._ready_prefill if engine.fits(decode)]
+            found = self._prefill_rankings[decode.compatibility] = Rankings(fitting)
+        return found
 
-    def _find_holders(self, session: bytes) -> list[Holder]:
-        """Engines that hold KV of ``session``, by their reports and this replica's own memory."""
+    def _find_holdings(self, session: bytes) -> list[Holding]:
+        """What engines hold of ``session``, by their reports and this replica's own memory."""
+        if self._last_holdings is not None and self._last_holdings[0] == session:
+            return self._last_holdings[1]
         name = session.hex()
-        holders = [
-            Holder(engine, LastTurn(held.prompt_tokens, held.held_tokens, held.body_bytes))
-            for engine in self._serving_decode
-            if (held := engine.held.get(name)) is not None
-        ]
+        holdings = []
+        for engine in self._decode_rankings.engines:
+            held = engine.held.get(name)
+            if held is not None:
+                holdings.append(Holding(engine, held.prompt_tokens, held.held_tokens, held.body_bytes))
         noted = self._memory.get(session)
-        if noted is None or (engine := self._decode.get(noted.decode)) is None or not engine.endpoint.serving:
-            return holders
+        if noted is not None:
+            holdings = self._add_noted(holdings, noted)
+        self._last_holdings = session, holdings
+        return holdings
+
+    def _add_noted(self, holdings: list[Holding], noted: Noted) -> list[Holding]:
+        """With a turn that this replica served, unless the engine's report knows better."""
+        engine = self._decode.get(noted.decode)
+        if engine is None or not engine.endpoint.serving:
+            return holdings
         if engine.report is None:
             if self._clock() - noted.ended_at > _MEMORY_SECONDS:
-                return holders
+                return holdings
         elif noted.ended_at < engine.reported_at - _REPORT_SLACK:
-            return holders  # the report knows better
-        reported = engine.held.get(name)
-        if reported is not None:
-            if reported.body_bytes == noted.body_bytes:
-                return holders  # it knows this turn already, and the answer's tokens, too
-            holders = [holder for holder in holders if holder.engine is not engine]
-        holders.append(Holder(engine, LastTurn(noted.prompt_tokens, noted.prompt_tokens, noted.body_bytes)))
-        return holders
+            return holdings
+        others = []
+        for holding in holdings:
+            if holding.engine is not engine:
+                others.append(holding)
+            elif holding.body_bytes == noted.body_bytes:
+                return holdings  # of the same turn, with the answer's tokens
+        return [*others, Holding(engine, noted.prompt_tokens, noted.prompt_tokens, noted.body_bytes)]
 
-    def _end_warm_up(self, now: float) -> None:
-        over = [e for e in self._warming if e.warm_from is None or now - e.warm_from >= self._limits.warm_seconds]
-        for engine in over:
-            engine.warm_from = None
-            self._warming.discard(engine)
+    def _warm_up(self, now: float) -> float:
+        """How much of the candidates is still to come, in engines."""
+        missing = 0.0
+        for engine in list(self._warming):
+            left = 0.0 if engine.warm_from is None else 1 - (now - engine.warm_from) / self._limits.warm_seconds
+            if left <= 0:
+                engine.warm_from = None
+                self._warming.discard(engine)
+            elif engine.candidate:
+                missing += left
+        return missing
 
     # --- what happens ---
 
@@ -423,6 +445,7 @@ class Fleet:
         if prompt_tokens:
             self._tokens_per_byte.observe(body_bytes, prompt_tokens)
         self._memory.note_turn(session, decode.address, body_bytes, tokens, self._clock())
+        self._last_holdings = None
 
     # --- what others see ---
 

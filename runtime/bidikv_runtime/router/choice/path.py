@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
+from bidikv_runtime.router.choice.engine import Holding
 from bidikv_runtime.router.observe.record import Path
 
 Reason = Literal[
@@ -44,7 +45,7 @@ _LEAST_COMPUTED: Final = 16
 _UNLIMITED: Final = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TurnFacts:
     """What is known of a turn before anything is sent."""
 
@@ -58,18 +59,7 @@ class TurnFacts:
     """A decode leg of it was refused: not ``local`` again."""
 
 
-@dataclass(frozen=True, slots=True)
-class LastTurn:
-    """The session's last known turn on an engine; tokens."""
-
-    prompt_tokens: int
-    held_tokens: int
-    """From the front, the answer included."""
-    body_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """The path of a turn, and what was expected of it."""
 
     path: Path
@@ -88,8 +78,7 @@ class Decision:
     """Expected to the first token with a prefill leg."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A prompt, as one engine's past suggests."""
 
     prompt_tokens: int
@@ -97,26 +86,25 @@ class Estimate:
     edited: bool = False
 
 
-def estimate_turn(last: LastTurn | None, body_bytes: int, tokens_per_byte_estimate: int) -> Estimate:
+def estimate_turn(last: Holding | None, body_bytes: int, usual_tokens: int) -> Estimate:
     """How many tokens the prompt has, and how many of these are not held.
 
     Args:
         last: the session's last turn where its KV is, if known.
         body_bytes: of the turn's body.
-        tokens_per_byte_estimate: the prompt's tokens as all sessions' average suggests.
+        usual_tokens: that a body of this length has on average.
     """
     if last is None or last.body_bytes <= 0 or last.prompt_tokens <= 0:
-        held = min(last.held_tokens, tokens_per_byte_estimate) if last is not None else 0
-        return Estimate(tokens_per_byte_estimate, max(tokens_per_byte_estimate - held, _LEAST_COMPUTED))
-    ratio = last.prompt_tokens / last.body_bytes
+        held = min(last.held_tokens, usual_tokens) if last is not None else 0
+        return Estimate(usual_tokens, max(usual_tokens - held, _LEAST_COMPUTED))
     growth = body_bytes - last.body_bytes
-    prompt = max(1, math.ceil(last.prompt_tokens + growth * ratio))
+    prompt = max(1, last.prompt_tokens + math.ceil(growth * last.prompt_tokens / last.body_bytes))
     if growth < 0:
-        return Estimate(prompt, prompt, edited=True)  # how much of the beginning is still the same, nobody knows
+        return Estimate(prompt, prompt, True)  # how much of the beginning is still the same, nobody knows
     return Estimate(prompt, max(prompt - last.held_tokens, _LEAST_COMPUTED))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Situation:
     """What the choice rests on."""
 
@@ -128,9 +116,9 @@ class Situation:
     at_decode: Estimate
     known_at_decode: bool
     """Decode is known to hold some of the session."""
-    known_anywhere: bool
     at_sources: Estimate
     """By the best source for prefill."""
+    known_at_sources: bool
     refused: bool
     """Decode refused this session lately."""
     backlog: int
@@ -154,45 +142,40 @@ class Situation:
 
 def choose_path(situation: Situation) -> Decision:
     """The way of a turn, and why."""
-    turn = situation.turn
-    if not situation.reuse:
-        local_reason: Reason = "oneway"
-        limit = 0
-    else:
-        local_reason, limit = _judge_local(situation)
-    local_compute = _divide(situation.backlog + situation.at_decode.uncached_tokens, situation.decode_speed)
-    local_seconds = local_compute + _known(situation.local_overhead) if limit else math.nan
-    plain = not situation.reuse or (turn.first_turn and not situation.known_anywhere)
-    new = situation.at_sources.prompt_tokens if plain else situation.at_sources.uncached_tokens
-    prefill_compute = situation.prefill_wait + _divide(new, situation.prefill_speed)
+    turn, at_decode, at_sources = situation.turn, situation.at_decode, situation.at_sources
+    reuse = situation.reuse
+    usual: Path = "bidirectional" if reuse and (situation.known_at_sources or not turn.first_turn) else "plain"
+    if turn.forced == "plain" or (turn.forced == "bidirectional" and reuse):
+        usual = turn.forced
+    computed = at_sources.prompt_tokens if usual == "plain" else at_sources.uncached_tokens
+    prefill_compute = situation.prefill_wait + _divide(computed, situation.prefill_speed)
     prefill_seconds = prefill_compute + situation.prefill_overhead
-
-    def decide(path: Path, reason: Reason, limit: int = 0) -> Decision:
-        local = path == "local"
-        estimate = situation.at_decode if local else situation.at_sources
-        uncached = estimate.prompt_tokens if path == "plain" else estimate.uncached_tokens
-        return Decision(
-            path,
-            reason,
-            limit,
-            uncached,
-            estimate.prompt_tokens,
-            local_compute if local else prefill_compute,
-            local_seconds,
-            prefill_seconds,
-        )
-
+    local_compute = _divide(situation.backlog + at_decode.uncached_tokens, situation.decode_speed)
+    local_seconds = math.nan
+    reason: Reason
+    limit = 0
     if turn.forced == "local" and not turn.repeated:
-        return decide("local", "forced", _UNLIMITED)
-    if turn.forced == "plain" or (turn.forced == "bidirectional" and situation.reuse):
-        return decide(turn.forced, "forced")
-    usual: Path = "plain" if plain else "bidirectional"
-    if not limit:
-        return decide(usual, "first" if plain and local_reason in ("new", "unknown") else local_reason)
-    # Comparisons with nan are false: while something is unknown, decode alone is tried, and so becomes known.
-    if local_seconds > prefill_seconds:
-        return decide("local", "explore", limit) if situation.explore else decide(usual, "slower")
-    return decide("local", local_reason, limit)
+        reason, limit = "forced", _UNLIMITED
+    elif turn.forced == usual:
+        reason = "forced"
+    elif not reuse:
+        reason = "oneway"
+    else:
+        reason, limit = _judge_local(situation)
+        if limit:
+            overhead = situation.local_overhead
+            local_seconds = local_compute + (0.0 if math.isnan(overhead) else overhead)
+            # False while something is unknown: decode alone is tried then, and so becomes known.
+            if local_seconds > prefill_seconds:
+                reason, limit = ("explore", limit) if situation.explore else ("slower", 0)
+        elif usual == "plain" and reason in ("new", "unknown"):
+            reason = "first"
+    if limit:
+        tokens = at_decode.uncached_tokens, at_decode.prompt_tokens
+        return Decision("local", reason, limit, *tokens, local_compute, local_seconds, prefill_seconds)
+    return Decision(
+        usual, reason, 0, computed, at_sources.prompt_tokens, prefill_compute, local_seconds, prefill_seconds
+    )
 
 
 def _judge_local(situation: Situation) -> tuple[Reason, int]:
@@ -222,7 +205,3 @@ def _judge_local(situation: Situation) -> tuple[Reason, int]:
 
 def _divide(tokens: float, speed: float) -> float:
     return tokens / speed if speed > 0 else math.nan
-
-
-def _known(seconds: float) -> float:
-    return 0.0 if math.isnan(seconds) else seconds

@@ -15,7 +15,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from bidikv_runtime.router.choice.endpoints import Endpoint
-from bidikv_runtime.router.choice.ring import compute_weight
+from bidikv_runtime.router.choice.ring import compute_weights
+
+
+def compute_weight(session: bytes, address: str) -> int:
+    return int.from_bytes(compute_weights(session, [address.encode()])[0])
 
 
 def rank_endpoints(session: bytes, endpoints: Sequence[Endpoint], suspects: Collection[str] = ()) -> list[Endpoint]:

@@ -1,7 +1,7 @@
 """Which prefill engine computes a turn's prompt; pure.
 
 Where computing would begin first; among about equals in the zone of decode, then by the session's ranking, so that an
-idle fleet also reuses prefill's own prefix cache.
+idle fleet also reuses prefill's own prefix cache. Engines whose breaker is not closed come last.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from bidikv_runtime.router.choice.engine import Engine
-from bidikv_runtime.router.choice.ring import compute_weight
+from bidikv_runtime.router.choice.ranking import Ranked
 
-_WAIT_STEP: Final = 0.02
-"""Seconds: waits within one step are equal."""
+_STEP_SECONDS: Final = 0.02
+"""Waits within one step are equal."""
 _ASSUMED_SPEED: Final = 10_000.0
 """Prompt tokens per second of an engine of which no speed is known; only to compare waits."""
 
@@ -25,9 +25,8 @@ def compute_wait(engine: Engine, typical_speed: float) -> float:
 
 
 def choose_prefill(
-    session: bytes,
-    ready: Sequence[Engine],
-    decode: Engine,
+    ranking: Sequence[Ranked],
+    zone: str,
     exclude: Collection[str],
     *,
     typical_speed: float,
@@ -36,27 +35,27 @@ def choose_prefill(
     """The prefill engine for the turn, or None when there is no other.
 
     Args:
-        session: breaks ties.
-        ready: engines that may be chosen.
-        decode: the engine that will read what is computed.
+        ranking: of the session, over engines that fit its decode engine.
+        zone: of the decode engine; empty when unknown.
         exclude: addresses that failed this very turn.
         typical_speed: prompt tokens per second of an engine that has not reported its own; 0 when unknown.
         zone_margin_seconds: added to the wait in another zone.
     """
-    best: list[Engine] = []
-    least: tuple[bool, int] = (True, 1 << 62)
-    zone = decode.endpoint.zone
-    for engine in ready:
-        if engine.endpoint.address in exclude or not engine.fits(decode):
+    best: Engine | None = None
+    least = 0
+    unwell: Engine | None = None
+    for _, address, engine in ranking:
+        if address in exclude:
+            continue
+        if engine.breaker.state != "closed":
+            unwell = unwell or engine
             continue
         wait = compute_wait(engine, typical_speed)
         if zone and engine.endpoint.zone != zone:
             wait += zone_margin_seconds
-        key = (engine.breaker.state != "closed", int(wait / _WAIT_STEP))
-        if key < least:
-            least, best = key, [engine]
-        elif key == least:
-            best.append(engine)
-    if len(best) < 2:
-        return best[0] if best else None
-    return max(best, key=lambda e: (compute_weight(session, e.endpoint.address), e.endpoint.address))
+        steps = int(wait / _STEP_SECONDS)
+        if best is None or steps < least:
+            best, least = engine, steps
+            if not steps:
+                break
+    return best or unwell

@@ -1,38 +1,39 @@
-"""A session's ranking of engines, and which of them hold its KV; pure."""
+"""Sessions' rankings of engines, kept while the engines stay the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 from bidikv_runtime.router.choice.engine import Engine
-from bidikv_runtime.router.choice.path import LastTurn
-from bidikv_runtime.router.choice.ring import compute_weight
+from bidikv_runtime.router.choice.ring import compute_weights
 
-FRACTIONS: Final = 0x10000
+Ranked = tuple[bytes, str, Engine]
+"""An engine in a session's ranking: its weight, its address, itself."""
 
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """An engine in a session's ranking."""
-
-    engine: Engine
-    fraction: int
-    """0 to 65535, from the low bits of the weight, so independent of the rank: a joining engine takes the session when
-    its share exceeds it."""
+_MOST_KEPT: Final = 4096
+"""Rankings; one of 64 engines takes 10 KB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """An engine that holds a session's KV."""
+class Rankings:
+    """Of one set of engines."""
 
-    engine: Engine
-    last: LastTurn
+    __slots__ = ("_addresses", "_kept", "_names", "engines")
 
+    def __init__(self, engines: Sequence[Engine] = ()) -> None:
+        self.engines = tuple(engines)
+        self._addresses = [engine.endpoint.address for engine in engines]
+        self._names = [address.encode() for address in self._addresses]
+        self._kept: dict[bytes, list[Ranked]] = {}
 
-def rank_engines(session: bytes, engines: Iterable[Engine]) -> list[Ranked]:
-    """``engines`` by their weight for ``session``, highest first."""
-    weighed = [(compute_weight(session, e.endpoint.address), e.endpoint.address, e) for e in engines]
-    weighed.sort(reverse=True, key=lambda entry: entry[:2])
-    return [Ranked(engine, weight % FRACTIONS) for weight, _, engine in weighed]
+    def get(self, session: bytes) -> list[Ranked]:
+        """The engines by their weight for ``session``, highest first."""
+        ranking = self._kept.get(session)
+        if ranking is None:
+            weights = compute_weights(session, self._names)
+            # Addresses differ, so that no comparison gets to the engines.
+            ranking = sorted(zip(weights, self._addresses, self.engines, strict=True), reverse=True)
+            if len(self._kept) >= _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[session] = ranking
+        return ranking

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bidikv_runtime.router.choice.engine import Engine
-from bidikv_runtime.router.choice.ranking import Holder, Ranked
+from bidikv_runtime.router.choice.engine import Engine, Holding
+from bidikv_runtime.router.choice.ranking import Ranked
 
 
-def order_sources(ranking: Sequence[Ranked], holders: Sequence[Holder], decode: Engine, count: int) -> list[Engine]:
-    """Decode engines that most likely hold the session's KV, in a form that ``decode`` can use, at most ``count``."""
+def order_sources(ranking: Sequence[Ranked], holdings: Sequence[Holding], decode: Engine, count: int) -> list[Engine]:
+    """At most ``count`` engines whose KV ``decode`` can use; none whose breaker is open."""
     chosen: list[Engine] = []
-    if len(holders) > 1:
-        holders = sorted(holders, key=lambda holder: -holder.last.held_tokens)
-    for engine in (*[holder.engine for holder in holders], *[ranked.engine for ranked in ranking]):
+    if len(holdings) > 1:
+        holdings = sorted(holdings, key=lambda holding: -holding.held_tokens)
+    for holding in holdings:
+        if len(chosen) < count and _is_usable(holding.engine, decode):
+            chosen.append(holding.engine)
+    for _, _, engine in ranking:
         if len(chosen) >= count:
             break
-        if engine.breaker.state == "closed" and engine.fits(decode) and engine not in chosen:
+        if engine not in chosen and _is_usable(engine, decode):
             chosen.append(engine)
     return chosen
+
+
+def _is_usable(engine: Engine, decode: Engine) -> bool:
+    return engine.breaker.state == "closed" and engine.fits(decode)
