@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from e2e.bench.processes import guardian
 from e2e.bench.router.bodies import build_body
-from e2e.bench.router.cpu import choose_cores, observe_usage
+from e2e.bench.router.cpu import choose_cores, observe_busy_seconds, observe_usage
 from e2e.bench.router.measure import CHAT, Bench, Bodies, Run, compare_bodies, explain_void
 from e2e.bench.router.plan import (
     LARGE,
@@ -77,6 +77,8 @@ LOGS: Final = ROOT / "build" / "bench" / "logs"
 FOREIGN_CORES: Final = 0.2
 ATTEMPTS: Final = 4
 """How often a row is measured in one round before its round is given up."""
+QUIET_SECONDS: Final = 60.0
+QUIET_SAMPLE_SECONDS: Final = 0.5
 SETTLE_SECONDS: Final = 1.0
 
 
@@ -120,6 +122,7 @@ def measure_row(
 ) -> None:
     """One row of a round, all targets; again while the machine is not quiet."""
     for _ in range(ATTEMPTS):
+        wait_until_quiet(options.foreign_cores)
         runs = [
             bench.run_direct(row, number) if name == DIRECT else bench.run(row, targets[name], number)
             for name in shuffle(row.targets, order)
@@ -138,6 +141,16 @@ def measure_row(
             return
         say(f"  round {number}/{options.rounds} {row.name}: does not count, {reason}")
         into.discarded.append({"reason": reason, "runs": [asdict(run) for run in runs]})
+
+
+def wait_until_quiet(foreign_cores: float) -> None:
+    """Wait until others use less than that, but not for ever: what is measured then is judged by the same bound."""
+    deadline = time.monotonic() + QUIET_SECONDS
+    while time.monotonic() < deadline:
+        began, busy = time.monotonic(), observe_busy_seconds()
+        time.sleep(QUIET_SAMPLE_SECONDS)
+        if (observe_busy_seconds() - busy) / (time.monotonic() - began) <= foreign_cores:
+            return
 
 
 def _describe(run: Run) -> str:

@@ -114,7 +114,7 @@ class Bench:
         body, expected, _ = self._bodies.prepare(row)
         self._load(target.address, body, expected, row.connections, seconds=WARM_UP_SECONDS)
         before = self._observe(target)
-        load = self._load(target.address, body, expected, row.connections, seconds=row.seconds)
+        load = self._load(target.address, body, expected, row.connections, seconds=row.seconds, ramp=row.ramp_seconds)
         return self._build_run(row, target, number, load, before, self._observe(target))
 
     def run_requests(self, row: Row, target: Target, requests: int, connections: int) -> Load:
@@ -156,14 +156,22 @@ class Bench:
         )
 
     def _load(
-        self, address: str, body: Path, expected: Path, connections: int, *, seconds: float = 0, requests: int = 0
+        self,
+        address: str,
+        body: Path,
+        expected: Path,
+        connections: int,
+        *,
+        seconds: float = 0,
+        requests: int = 0,
+        ramp: float = 0,
     ) -> Load:
         amount = ["--requests", str(requests)] if requests else ["--seconds", str(seconds)]
         timeout = TIMEOUT_SECONDS if not requests else TIMEOUT_SECONDS + requests
         command = [
             *("taskset", "-c", str(self._core), str(self._tools.load), "--address", address),
             *("--body", str(body), "--expect", str(expected), "--connections", str(connections), *amount),
-            *("--sessions", str(SESSIONS), "--timeout", str(timeout)),
+            *("--sessions", str(SESSIONS), "--ramp", str(ramp), "--timeout", str(timeout)),
         ]
         limit = seconds + 2 * timeout
         done = subprocess.run(command, capture_output=True, check=False, timeout=limit)

@@ -28,6 +28,9 @@ class Row:
     gap_us: int = 0
     """Between two of these."""
 
+    ramp_seconds: float = 0
+    """Over which the connections' first requests are spread."""
+
     @property
     def stream(self) -> bool:
         return self.chunks > 0
@@ -43,7 +46,7 @@ ROWS: Final = (
     Row("100 KB c=16", MEDIUM, 16, 1.5, BOTH, chunks=50),
     Row("1 MB stream c=1", LARGE, 1, 1.5, (*BOTH, TOY_PROXY, DIRECT), chunks=4, gap_us=1000),
     Row("1 MB c=8", LARGE, 8, 2.0, BOTH, chunks=50),
-    Row("64 streams", SMALL, 64, 2.0, BOTH, chunks=50, gap_us=5000),
+    Row("64 streams", SMALL, 64, 2.5, BOTH, chunks=50, gap_us=5000, ramp_seconds=0.25),
 )
 MEMORY_WARM_UP: Final = 500
 MEMORY_REQUESTS: Final = 5_000

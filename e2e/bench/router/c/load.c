@@ -1,10 +1,10 @@
 /* Closed-loop load: C connections, each sends its next request when the answer to the last one is complete and right.
  *
  *   load --address HOST:PORT --body FILE --expect FILE --connections C (--seconds S | --requests N)
- *        [--sessions K] [--timeout S]
+ *        [--sessions K] [--ramp S] [--timeout S]
  *
  * One thread, epoll, keep-alive. All connections are open before the clock starts; how long that took is a figure of
- * its own. Every byte of every answer's body is compared with the file; anything else than 200 and these bytes is an
+ * its own. Their first requests are spread over the ramp: answers of equal length would keep them in step for ever. Every byte of every answer's body is compared with the file; anything else than 200 and these bytes is an
  * error, ends its connection and makes the run void. Prints one JSON object; exit status 0 unless it could not run. */
 #define _GNU_SOURCE
 #include "http.h"
@@ -48,12 +48,12 @@ static struct {
     struct sockaddr_in address;
     struct buffer body, expected;
     int connections, sessions;
-    double seconds, timeout;
+    double seconds, ramp, timeout;
     long requests;
 } options = {.connections = 1, .sessions = 64, .timeout = 60};
 
 static struct buffer *heads; /* one per session */
-static int poller, open_connections;
+static int poller, open_connections, begun; /* connections that got their first request */
 static long started, completed, completed_in_window, errors;
 static uint64_t received_bytes;
 static int64_t run_began, window_end, last_completed;
@@ -204,19 +204,31 @@ static void handle(struct connection *connection, uint32_t events) {
     take(connection, scratch, (size_t)got);
 }
 
+static struct connection *connections;
+
+/* Send the first requests that are due; returns when the next one is. */
+static int64_t begin_due(void) {
+    for (; run_began > 0 && begun < options.connections; begun++) {
+        int64_t now = now_ns();
+        int64_t due = run_began + (int64_t)(options.ramp * 1e9 * begun / options.connections);
+        if (due > now) return due;
+        if (connections[begun].fd >= 0 && may_start(now)) start_request(&connections[begun], now);
+    }
+    return INT64_MAX;
+}
+
 /* Handle what happens until `until`, or until `is_over` says so. */
 static void poll_until(int64_t until, bool (*is_over)(void)) {
     struct epoll_event events[EVENTS];
     while (!is_over()) {
-        int64_t left = until - now_ns();
-        if (left <= 0) return;
+        int64_t next = begin_due(), left = (next < until ? next : until) - now_ns();
+        if (left <= 0 && next >= until) return;
+        if (left < 0) left = 0;
         int count = epoll_wait(poller, events, EVENTS, (int)(left / 1000000) + 1);
         if (count < 0 && errno != EINTR) fail("epoll_wait: %s", strerror(errno));
         for (int i = 0; i < count; i++) handle(events[i].data.ptr, events[i].events);
     }
 }
-
-static struct connection *connections;
 
 static bool all_connected(void) {
     for (int i = 0; i < options.connections; i++)
@@ -300,6 +312,7 @@ static void parse_options(int count, char **arguments) {
         {"expect", required_argument, NULL, 'e'},   {"connections", required_argument, NULL, 'c'},
         {"seconds", required_argument, NULL, 's'},  {"requests", required_argument, NULL, 'n'},
         {"sessions", required_argument, NULL, 'k'}, {"timeout", required_argument, NULL, 't'},
+        {"ramp", required_argument, NULL, 'r'},
         {NULL, 0, NULL, 0},
     };
     for (int option; (option = getopt_long(count, arguments, "", known, NULL)) != -1;) {
@@ -311,6 +324,7 @@ static void parse_options(int count, char **arguments) {
         case 's': options.seconds = parse_number("seconds", optarg, 0.01); break;
         case 'n': options.requests = (long)parse_number("requests", optarg, 1); break;
         case 'k': options.sessions = (int)parse_number("sessions", optarg, 1); break;
+        case 'r': options.ramp = parse_number("ramp", optarg, 0); break;
         case 't': options.timeout = parse_number("timeout", optarg, 0.01); break;
         default: exit(2);
         }
@@ -349,8 +363,6 @@ int main(int count, char **arguments) {
     run_began = now_ns();
     double connect_us = (double)(run_began - connecting) / 1e3;
     window_end = options.requests > 0 ? INT64_MAX : run_began + (int64_t)(options.seconds * 1e9);
-    for (int i = 0; i < options.connections; i++)
-        if (connections[i].fd >= 0 && may_start(run_began)) start_request(&connections[i], now_ns());
     poll_until(options.requests > 0 ? run_began + limit : window_end + limit, all_idle);
     for (int i = 0; i < options.connections; i++)
         if (connections[i].busy) drop(&connections[i], "an answer took too long", "");
