@@ -74,7 +74,7 @@ class Simulation:
         self._count = 0
         keys = sessions(self.session_count)
         weights = [1 / (rank + 1) ** self.zipf for rank in range(self.session_count)]
-        self._draw = lambda: self.random.choices(keys, weights)[0]
+        self._draw: Callable[[], bytes] = lambda: self.random.choices(keys, weights)[0]
         self.fleets.extend(self.build_fleet() for _ in range(self.replicas))
         for address in self.decodes:
             self._begin_polls(address)
