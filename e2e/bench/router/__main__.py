@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -146,7 +147,7 @@ def measure_row(
 def wait_until_quiet(foreign_cores: float) -> None:
     """Wait until others use less than that, but not for ever: what is measured then is judged by the same bound."""
     deadline = time.monotonic() + QUIET_SECONDS
-    while time.monotonic() < deadline:
+    while foreign_cores < math.inf and time.monotonic() < deadline:
         began, busy = time.monotonic(), observe_busy_seconds()
         time.sleep(QUIET_SAMPLE_SECONDS)
         if (observe_busy_seconds() - busy) / (time.monotonic() - began) <= foreign_cores:
@@ -293,7 +294,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         rounds=given.rounds or (1 if given.quick else LEAST_ROUNDS + 1),
         seed=random.randrange(1_000_000) if given.seed is None else given.seed,
         quick=given.quick,
-        foreign_cores=given.foreign if given.foreign is not None else float("inf") if given.quick else FOREIGN_CORES,
+        foreign_cores=given.foreign if given.foreign is not None else math.inf if given.quick else FOREIGN_CORES,
         against=given.against,
         output=given.output,
     )
