@@ -129,6 +129,19 @@ def test_a_holder_at_the_capacity_is_relieved_and_its_session_stays_where_it_wen
     assert rig.first(session) == second
 
 
+def test_an_engine_whose_kv_blocks_are_used_up_is_relieved_while_another_has_some() -> None:
+    rig = FleetRig(P, FOUR)
+    session = sessions(1)[0]
+    ranking = rig.fleet.choose_decode(session)
+    rig.report(ranking[0], held(session, 5000), free_blocks=0.04)
+    assert rig.fleet.choose_decode(session) == [*ranking[1:], next(e for e in FOUR if e not in ranking)]
+    for one in FOUR:
+        rig.report(one, free_blocks=0.0)
+    assert rig.fleet.choose_decode(session) == ranking
+    rig.report(ranking[0], free_blocks=0.05)
+    assert rig.fleet.choose_decode(session) == ranking
+
+
 def test_ones_own_turn_counts_until_the_report_tells() -> None:
     rig = FleetRig(P, FOUR)
     session = sessions(1)[0]
@@ -241,6 +254,17 @@ def test_in_a_rollout_sessions_move_only_to_complete_groups() -> None:
     assert rig.fleet.choose_sources(holder, rig.first(holder), 4).count(old[0].lookup) == 0
 
 
+def test_in_a_rollout_the_same_group_is_tried_next() -> None:
+    groups = {decode(number).address: group for number, group in ((1, "x"), (2, "y"), (3, "x"), (4, "y"))}
+    rig = FleetRig([prefill(1), prefill(2)], FOUR)
+    for one in FOUR:
+        rig.report(one, compatibility=groups[one.address])
+    rig.report(prefill(1), compatibility="x")
+    rig.report(prefill(2), compatibility="y")
+    orders = {"".join(groups[e.address] for e in rig.fleet.choose_decode(session)) for session in sessions(60)}
+    assert orders == {"xxy", "yyx"}
+
+
 def test_without_any_complete_group_the_incomplete_ones_are_left() -> None:
     rig = FleetRig([prefill(1)], [decode(1), decode(2)])
     rig.report(prefill(1), compatibility="a")
@@ -296,6 +320,15 @@ def test_an_engine_that_joins_does_not_lower_the_capacity_at_once() -> None:
     assert all(rig.first(session) == FOUR[0] for session in keys)
     rig.now += 15
     assert not any(rig.first(session) == FOUR[0] for session in keys)
+
+
+def test_a_warming_engine_comes_before_one_at_the_capacity() -> None:
+    rig = FleetRig(P, FOUR[:1], limits={"warm_seconds": 30.0})
+    rig.report(FOUR[0], requests=50)
+    rig.fleet.replace(Pools(tuple(P), tuple(FOUR[:2])))
+    assert {rig.first(session) for session in sessions(20)} == {FOUR[0]}
+    rig.now += 15  # one and a half engines: 43 is the capacity
+    assert {rig.first(session) for session in sessions(20)} == {FOUR[1]}
 
 
 def test_a_warming_engine_takes_everything_when_there_is_no_other() -> None:

@@ -222,6 +222,16 @@ def test_ones_own_turn_is_enough_too() -> None:
     assert decide(rig, 42000)[:2] == ("bidirectional", "unknown")
 
 
+def test_the_length_of_a_prompt_that_nobody_told_follows_from_the_sessions_last_one() -> None:
+    rig = rig_of_two()
+    rig.report(decode(1), held(SESSION, 10200, prompt=10000, body=20000), held(sessions(2)[1], 100, body=1000))
+    rig.now += 0.2
+    rig.fleet.note_turn(SESSION, decode(1), 20800, None)
+    assert decide(rig, 21000)[:5] == ("local", "held", 512, 100, 10500)
+    rig.fleet.note_turn(SESSION, decode(2), 20800, None)
+    assert decide(rig, 21000, at=2).prompt_tokens == 2080 + 20, "elsewhere only the usual ratio is known"
+
+
 def test_a_first_turn_is_plain_and_a_tiny_one_local() -> None:
     rig = rig_of_two()
     rig.report(decode(1), held(sessions(2)[1], 2500, body=10000))  # a quarter of a token per byte

@@ -67,6 +67,15 @@ def test_a_snapshot_of_both_services() -> None:
     assert pools.decode[0].lookup == "10.0.1.1:5700"
 
 
+def test_an_engine_has_a_zone_a_name_and_the_configured_ports() -> None:
+    item = slice_of("d-1", "d", ("10.0.1.1", READY), ("10.0.1.2", READY))
+    item["endpoints"][0]["zone"] = "eu-1a"
+    item["endpoints"][1]["zone"] = item["endpoints"][1]["targetRef"] = None
+    one, other = pools_of(item).decode
+    assert (one.zone, one.name, one.port, one.lookup_port, one.state_port) == ("eu-1a", "x", 8000, 5700, 5800)
+    assert (other.zone, other.name) == ("", "")
+
+
 @pytest.mark.parametrize(
     ("conditions", "ready", "serving"),
     [({}, True, True), ({"ready": True}, True, True), ({"ready": False}, False, False), (DRAINING, False, True)],

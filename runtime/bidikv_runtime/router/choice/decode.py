@@ -31,6 +31,11 @@ def compute_capacity(load: int, engines: float, floor: int) -> int:
     return max(floor, math.ceil(LOAD_BOUND * (load + 1) / max(engines, 1.0)))
 
 
+def has_room(engine: Engine, capacity: int) -> bool:
+    """Whether an engine may take one more request while another could."""
+    return engine.load < capacity and not engine.full
+
+
 def compute_tier(engine: Engine, ready_prefill: Sequence[Engine]) -> Tier:
     """How well prefill can serve a ready decode engine."""
     tier: Tier = 2
@@ -60,7 +65,7 @@ def order_decode(
         good = [
             holding
             for holding in holdings
-            if holding.held_tokens >= much and holding.engine.candidate and holding.engine.load < capacity
+            if holding.held_tokens >= much and holding.engine.candidate and has_room(holding.engine, capacity)
         ]
         if len(good) > 1:
             positions = {address: position for position, (_, address, _) in enumerate(ranking)}
@@ -68,20 +73,28 @@ def order_decode(
         chosen = [holding.engine for holding in good[:TRIES]]
     usual: list[Engine] = []
     distant: list[Engine] = []
-    late: list[Engine] = []
+    warming: list[Engine] = []
+    crowded: list[Engine] = []
+    foreign: list[Engine] = []
+    first = chosen[0] if chosen else None
     wanted = TRIES - len(chosen)
     for weight, _, engine in ranking:
         if len(usual) >= wanted:
             break
         if not engine.candidate or engine in chosen:
             continue
-        if engine.load >= capacity or (engine.warm_from is not None and not _takes(engine, weight, now, warm_seconds)):
-            late.append(engine)
+        if first is not None and not engine.fits(first):
+            foreign.append(engine)  # what prefill computes for the first one is of no use to it
+        elif not has_room(engine, capacity):
+            crowded.append(engine)
+        elif engine.warm_from is not None and not _takes(engine, weight, now, warm_seconds):
+            warming.append(engine)
         elif engine.tier == 1:
             distant.append(engine)
         else:
+            first = first or engine
             usual.append(engine)
-    return (chosen + usual + distant + late)[:TRIES]
+    return (chosen + usual + distant + warming + crowded + foreign)[:TRIES]
 
 
 def _takes(engine: Engine, weight: bytes, now: float, warm_seconds: float) -> bool:

@@ -18,6 +18,8 @@ from bidikv_runtime.router.choice.endpoints import Endpoint, Role
 _MOST_SESSIONS: Final = 2 * MAXIMUM_REPORTED_SESSIONS
 """Known per engine; the ones reported longest ago are forgotten."""
 
+_LEAST_FREE: Final = 0.05
+"""Share of KV blocks."""
 _LEAST_MEASURED: Final = 256
 """Tokens: shorter prompts take mostly other time than computing."""
 _SHARE: Final = 0.1
@@ -57,6 +59,7 @@ class Engine:
         "candidate",
         "compatibility",
         "endpoint",
+        "full",
         "held",
         "load",
         "queued_tokens",
@@ -95,6 +98,8 @@ class Engine:
         """Empty: unknown, fits every engine."""
         self.speed = 0.0
         """Prompt tokens per second; 0 when unknown."""
+        self.full = False
+        """By its last report requests use nearly all of its KV blocks: a new one would wait, or make another wait."""
         self.held: dict[str, SessionReport] = {}
         """By name of the session; the most recently reported one last."""
         self.load = 0
@@ -121,7 +126,7 @@ class Engine:
         if report is None:
             if self.report is None:
                 return
-            self.report, self.compatibility, self.speed = None, "", 0.0
+            self.report, self.compatibility, self.speed, self.full = None, "", 0.0, False
             self.held.clear()
         else:
             if self.report is not None and self.report.epoch != report.epoch:
@@ -129,6 +134,7 @@ class Engine:
             self._take_sessions(report.sessions)
             self.report, self.reported_at = report, now
             self.compatibility, self.speed = report.compatibility, report.prefill_tokens_per_second
+            self.full = report.free_blocks < _LEAST_FREE
         self.reports += 1
         self.works_at_report, self.tokens_at_report, self.tokens_since_report = self.works, self.tokens, 0
         self._count_load()

@@ -7,6 +7,7 @@ Nothing here waits or does I/O; everything is bounded by the number of engines o
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable, Collection, Iterator
@@ -34,6 +35,8 @@ from bidikv_runtime.router.choice.ranking import Rankings
 from bidikv_runtime.router.choice.sources import order_sources
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.engine_view import EngineView
+
+logger = logging.getLogger(__name__)
 
 _EXPLORE_EVERY: Final = 32
 """Of the turns for which decode alone seems slower, one goes there all the same."""
@@ -393,6 +396,8 @@ class Fleet:
         now = self._clock()
         for engine in self._find(endpoint.address):
             if engine.breaker.note_failure(kind, now):
+                if engine not in self._unwell:
+                    logger.warning("The %s engine %s is left alone (%s)", engine.role, endpoint.address, kind)
                 self._unwell.add(engine)
                 self._judge_decode()
 
@@ -441,10 +446,13 @@ class Fleet:
 
     def note_turn(self, session: bytes, decode: Endpoint, body_bytes: int, prompt_tokens: int | None) -> None:
         """A turn was answered to its end just now."""
-        tokens = prompt_tokens or self._tokens_per_byte.estimate(body_bytes)
         if prompt_tokens:
             self._tokens_per_byte.observe(body_bytes, prompt_tokens)
-        self._memory.note_turn(session, decode.address, body_bytes, tokens, self._clock())
+        else:
+            holdings = self._find_holdings(session)
+            last = next((h for h in holdings if h.engine.endpoint.address == decode.address), None)
+            prompt_tokens = estimate_turn(last, body_bytes, self._tokens_per_byte.estimate(body_bytes)).prompt_tokens
+        self._memory.note_turn(session, decode.address, body_bytes, prompt_tokens, self._clock())
         self._last_holdings = None
 
     # --- what others see ---
