@@ -95,6 +95,15 @@ def test_prefill_is_learnt_through_noise_and_stalls(machine: Machine, context: i
     assert model.estimate_prefill(context, tokens) == pytest.approx(truth, rel=0.25)
 
 
+def test_the_speed_of_prefill_is_known_after_some_steps() -> None:
+    machine, model = gpu(stalls=0.0), CostModel("UCX", STEP_TOKENS)
+    machine.run_steps(model, MINIMUM_STEPS - 1)
+    assert model.estimate_prefill_speed() == 0.0
+    machine.run_steps(model, 400)
+    truth = STEP_TOKENS / (machine.step + machine.prefill(0, STEP_TOKENS))
+    assert model.estimate_prefill_speed() == pytest.approx(truth, rel=0.25)
+
+
 @pytest.mark.parametrize("tokens", [256, 2048, 16_384])
 def test_reads_are_learnt_per_peer(tokens: int) -> None:
     machine, model = gpu(stalls=0.0), CostModel("UCX", STEP_TOKENS)

@@ -24,6 +24,16 @@ def test_a_decode_leg() -> None:
     assert hints.direction == contract.DIRECTION_FROM_PREFILL
 
 
+def test_a_decode_leg_without_a_prefill_leg() -> None:
+    hints = parse_hints({"bidikv_session": "s", "bidikv_compute_limit_tokens": 512, "bidikv_body_bytes": 9000})
+    assert hints == Hints("s", compute_limit=512, body_bytes=9000)
+    assert parse_hints({"bidikv_compute_limit_tokens": 0}).compute_limit == 0
+
+
+def test_a_decode_leg_that_is_repeated_without_a_guard_is_a_decode_leg() -> None:
+    assert parse_hints({"bidikv_session": "s"}).direction == contract.DIRECTION_FROM_PREFILL
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -39,6 +49,12 @@ def test_a_decode_leg() -> None:
         {"bidikv_prefilled_tokens": -1},
         {"bidikv_prefilled_tokens": True},
         {"bidikv_prefilled_tokens": 1.5},
+        {"bidikv_compute_limit_tokens": -1},
+        {"bidikv_compute_limit_tokens": "512"},
+        {"bidikv_compute_limit_tokens": False},
+        {"bidikv_body_bytes": -1},
+        {"bidikv_body_bytes": 2**64},
+        {"bidikv_body_bytes": [1]},
     ],
 )
 def test_what_makes_no_sense_counts_as_absent(params: Any) -> None:

@@ -186,9 +186,10 @@ def test_what_is_cheaper_to_compute_is_computed(rigs: list[Rig]) -> None:
     assert len(rig.cost.outcomes) == 1
 
 
-def test_a_decode_leg_reads_whatever_the_cost(rigs: list[Rig]) -> None:
+@pytest.mark.parametrize("hints", [Hints(prefilled_tokens=12 * SIZE), Hints(compute_limit=3 * SIZE)])
+def test_a_decode_leg_reads_whatever_the_cost(rigs: list[Rig], hints: Hints) -> None:
     rigs.append(rig := Rig(published=10, cost=Cost("recompute")))
-    reader = rig.reader(tokens=12 * SIZE, hints=Hints(prefilled_tokens=12 * SIZE))
+    reader = rig.reader(tokens=12 * SIZE, hints=hints)
     rig.matcher.ask(reader, local=0)
     assert rig.matcher.match(reader, local=0) == 10 * SIZE
     assert not rig.cost.asked

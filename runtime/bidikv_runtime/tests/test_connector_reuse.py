@@ -53,6 +53,18 @@ def test_an_answer_counts_from_the_local_prefix(first: int, count: int, local: i
     assert matched(first, count).match(local, last) == blocks
 
 
+def test_what_was_answered_can_be_seen_before_it_is_decided() -> None:
+    assert Reuse(SOURCES).peek() == 0
+    reuse, [first, second] = asking(4, 20, sources=2)
+    assert reuse.peek() == 4
+    first.reply = found(9, 10, start=5)  # not from the first block on
+    assert reuse.peek() == 4
+    second.reply = found(4, 10)
+    assert reuse.peek() == 14
+    first.reply = wire.Refused(1, wire.VERSION, {})
+    assert reuse.peek() == 14
+
+
 def test_a_read_takes_the_offered_blocks() -> None:
     reuse = matched(4, 10)
     assert reuse.match(6, 20) == 8
