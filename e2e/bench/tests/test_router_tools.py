@@ -254,7 +254,7 @@ def test_a_quick_run_gives_figures_of_our_router(tmp_path: Path) -> None:
     assert result["memory"]["requests"] > 0
     assert all(goal["met"] is None for goal in result["goals"] if goal["rounds"] < LEAST_ROUNDS and goal["id"] != "P7")
 
-    # What the design rests on, with room for a busy machine (measured: a fifth): nobody decodes and encodes the history.
+    # What the design rests on, with room for a busy machine (measured: a fifth): no history is decoded and encoded.
     body = build_body(1_000_000, stream=True, seed=5)
     began = time.process_time()
     for _ in range(3):
