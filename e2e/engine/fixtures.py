@@ -189,7 +189,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Loca
     logs = tmp_path_factory.mktemp("engines")
     token_file = logs / "tokens"
     token_file.write_text(TOKEN)
-    authenticated = {contract.ENV_TOKEN_FILE: str(token_file)}
+    authenticated = {contract.ENV_TOKEN_FILE: str(token_file), "VLLM_ENABLE_RESPONSES_API_STORE": "1"}
     room = ("--num-gpu-blocks-override", str(POOL_BLOCKS), "--max-model-len", "4096")
     started = {
         "P": LocalEngine(
