@@ -250,6 +250,8 @@ async def test_bytes_behind_an_answer_end_the_connection(wire: Wire, tail: bytes
         await done
         wire.receive(tail, 101.0)
     assert wire.transport.closing
+    wire.connection.release()
+    assert not wire.connection.idle
 
 
 # --- small questions ---

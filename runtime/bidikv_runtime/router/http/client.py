@@ -127,6 +127,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def release_body(self, request: Request) -> None:
         """The body is not needed any more: a long stream must not hold its history in memory."""
+        self._server.memory.keep(request.body)
         request.body = b""
         self._parser = None
         self._give_back()
@@ -274,7 +275,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         else:
             self._state = _State.BODY
             self._begin_body(head, rest)
-            self._body = bytearray(min(head.length, max(_FIRST_ALLOCATION, len(rest))))
+            self._body = self._server.memory.take(min(head.length, max(_FIRST_ALLOCATION, len(rest))))
             self._body[: len(rest)] = rest
             self._received = len(rest)
 
@@ -337,7 +338,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         finally:
             self._task = None
             self._source = None
-            self._give_back()
+            self.release_body(request)
         self._finish()
 
     def _answer(self, error: ApiError, *, with_body: bool = True) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from bidikv_runtime.router.api.errors import ApiError
+from bidikv_runtime.router.http.bodies import BodyMemory
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.deadlines import Deadlines
 from bidikv_runtime.router.http.sockets import watch_peer
@@ -45,6 +46,7 @@ class Server:
         self.on_refusal = on_refusal
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
         """Receive buffer of all connections: the loop calls ``buffer_updated`` before it asks for another buffer."""
+        self.memory = BodyMemory()
         self.connections: set[ClientConnection] = set()
         self.buffered = 0
         """Bytes of request bodies held."""

@@ -85,6 +85,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline = math.inf
         self.idle = False
         self.lost = False
+        """It is closed, or about to be."""
         self._broken = False
         self._exchanges = 0
         # For one exchange.
@@ -225,6 +226,7 @@ class UpstreamConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once; the engine aborts the request."""
         self.idle = False
+        self.lost = True
         self.deadline = math.inf
         if self._transport is not None:
             self._transport.abort()
