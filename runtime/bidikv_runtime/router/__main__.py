@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -23,15 +23,11 @@ import uvloop
 
 from bidikv_runtime.contract import ROUTER_CONFIG_DIR, ROUTER_CONFIG_FILE, ROUTER_PORT, RouterConfig
 from bidikv_runtime.router.choice.endpoints import Pools, parse_static
-from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.config import add_config_arguments, load_config, override_config
 from bidikv_runtime.router.control.discovery import ApiServer, EndpointWatch
-from bidikv_runtime.router.http.deadlines import Deadlines
-from bidikv_runtime.router.http.server import Server
-from bidikv_runtime.router.http.upstream import UpstreamPool
+from bidikv_runtime.router.control.token_file import TokenFile
 from bidikv_runtime.router.limits import Limits, add_limit_arguments, build_limits
-from bidikv_runtime.router.observe.metrics import RouterMetrics
-from bidikv_runtime.router.proxy import Proxy
+from bidikv_runtime.router.wiring import Router
 
 logger = logging.getLogger(__name__)
 
@@ -51,67 +47,31 @@ class Settings:
     """Fixed engines; None: watch the cluster."""
 
 
-class Router:
-    """All parts of a router, wired."""
-
-    def __init__(self, config: RouterConfig, limits: Limits) -> None:
-        loop = asyncio.get_running_loop()
-        self.limits = limits
-        self.deadlines = Deadlines(loop)
-        self.metrics = RouterMetrics(limits.max_sessions_remembered)
-        self.fleet = Fleet(loop.time, limits, config)
-        self.pool = UpstreamPool(loop, limits, self.deadlines)
-        self.proxy = Proxy(config, limits, self.fleet, self.pool, self.metrics)
-        self.server = Server(loop, self.proxy.serve, limits, self.deadlines, self.proxy.refuse)
-        self.metrics.buffered_bytes.set_function(lambda: self.server.buffered)
-
-    def take_pools(self, pools: Pools) -> None:
-        """Use a new snapshot of the engines."""
-        self.fleet.replace(pools)
-        self.metrics.observe_pools(pools)
-
-    async def drain(self) -> bool:
-        """Finish in order; whether all requests did."""
-        self.proxy.draining = True
-        clean = await self.server.drain(self.limits.drain_delay_seconds, self.limits.drain_grace_seconds)
-        self.pool.close()
-        return clean
-
-    async def close(self) -> None:
-        """Stop at once."""
-        await self.server.close()
-        self.pool.close()
-
-
 async def run(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; the exit status."""
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    router = Router(settings.config, settings.limits)
-    watch: asyncio.Task[None] | None = None
+    router = Router(settings.config, settings.limits, TokenFile.from_environment(os.environ))
+    watches = router.start_control()
     if settings.static is not None:
         router.take_pools(settings.static)
     else:
-        watch = loop.create_task(
-            EndpointWatch(ApiServer.in_cluster(), settings.config, router.take_pools).run(), name="endpoint-watch"
-        )
-        # The watch never ends by itself: if it does, a router with stale engines must not live on.
-        watch.add_done_callback(lambda _: stopped.set())
-    port = await router.server.listen(settings.host, settings.port)
+        watch = EndpointWatch(ApiServer.in_cluster(), settings.config, router.take_pools)
+        watches.append(loop.create_task(watch.run(), name="watch of EndpointSlices"))
+    for task in watches:
+        # None ever ends by itself: if one does, a router that knows less and less must not live on.
+        task.add_done_callback(lambda _: stopped.set())
+    port = await router.listen(settings.host, settings.port)
     logger.info("Listening on %s:%d", settings.host, port)
     await stopped.wait()
-    if watch is not None and watch.done():
-        logger.error("The watch of EndpointSlices ended: %s", watch.exception())
+    if ended := next((task for task in watches if task.done()), None):
+        logger.error("The %s ended: %r", ended.get_name(), ended.exception())
         await router.close()
         return EXIT_UNDRAINED
     logger.info("Draining")
     clean = await router.drain()
-    if watch is not None:
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch
     logger.info("Stopped, %s", "all requests were finished" if clean else "some requests were cut off")
     return 0 if clean else EXIT_UNDRAINED
 

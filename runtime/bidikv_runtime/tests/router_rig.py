@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
 from bidikv_runtime.contract import ReuseMode, RouterConfig
-from bidikv_runtime.router.__main__ import Router
 from bidikv_runtime.router.choice.endpoints import Pools
 from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.wiring import Router
 from bidikv_runtime.tests.router_engine import (
     WAIT_SECONDS,
     Behaviour,
@@ -84,11 +84,25 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def running_rig(
-    *, prefill: int, decode: int, reuse: ReuseMode = "Bidirectional", limits: Limits | None = None
+    *,
+    prefill: int,
+    decode: int,
+    reuse: ReuseMode = "Bidirectional",
+    limits: Limits | None = None,
+    **options: Any,
 ) -> AsyncIterator[Rig]:
-    """A started router with healthy engines."""
+    """A started router with healthy engines; ``options`` are fields of its configuration.
+
+    Its turns have two legs unless ``local_limit_tokens`` is given: mock engines' prompts are all tiny.
+    """
     config = RouterConfig(
-        namespace="", prefill_service="", decode_service="", served_model_name="m", reuse=reuse, source_count=2
+        namespace="",
+        prefill_service="",
+        decode_service="",
+        served_model_name="m",
+        reuse=reuse,
+        source_count=2,
+        **{"local_limit_tokens": 0, **options},
     )
     async with running_engines(prefill + decode) as engines:
         router = Router(config, limits or Limits())
@@ -104,7 +118,7 @@ async def running_rig(
             finally:
                 for writer in rig.writers:
                     writer.transport.abort()
-        await router.close()
+                await router.close()
 
 
 async def read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:

@@ -48,12 +48,14 @@ async def test_each_leg_tells_its_engine_what_it_is(rig: Rig) -> None:
     assert params(prefill) == {
         "bidikv_sources": params(prefill)["bidikv_sources"],
         "bidikv_session": session,
+        "bidikv_body_bytes": len(json.dumps(tools)),
         "bidikv_expect": "return",
         "bidikv_handover": True,
     }
     assert params(decode) == {
         "bidikv_sources": [rig.engine_of(prefill).endpoint.lookup],
         "bidikv_session": session,
+        "bidikv_body_bytes": len(json.dumps(tools)),
         "bidikv_expect": "return",
         "bidikv_prefilled_tokens": 900,
     }
@@ -109,7 +111,7 @@ async def test_a_chunked_prefill_answer_is_read_to_its_end(rig: Rig) -> None:
             assert response.status == 200
             await response.read()
     assert len({(rig.engine_of(exchange).port, exchange.connection) for exchange in rig.exchanges("prefill")}) == 1
-    assert all("bidikv_prefilled_tokens" not in params(exchange) for exchange in rig.exchanges("decode"))
+    assert [params(exchange)["bidikv_prefilled_tokens"] for exchange in rig.exchanges("decode")] == [900, 900]
 
 
 async def test_a_batch_of_prompts_is_not_guarded(rig: Rig) -> None:
@@ -141,7 +143,7 @@ async def test_a_lost_handover_is_prefilled_again_and_always_answered(rig: Rig, 
     assert 'bidikv_router_retries_total{leg="prefill",reason="handover"} 1.0' in text
     assert 'bidikv_router_requests_total{code="200",route="chat"} 1.0' in text
     assert 'code="503"' not in text
-    assert f'bidikv_router_time_to_first_token_seconds_count{{path="bidirectional"}} {stream:d}.0' in text
+    assert f'bidikv_router_time_to_first_token_seconds_count{{path="plain"}} {stream:d}.0' in text
     assert "bidikv_router_buffered_bytes 0.0" in text
 
 
@@ -207,10 +209,11 @@ async def test_when_prefill_fails_the_second_time_its_verdict_counts(rig: Rig) -
     assert len(rig.exchanges("decode")) == 1
 
 
-async def test_another_503_of_decode_is_a_verdict(rig: Rig) -> None:
+async def test_another_503_of_decode_is_a_verdict_when_the_next_engine_says_so_too(rig: Rig) -> None:
     rig.behave("decode", answer_with(503, {"error": "overloaded"}))
     async with rig.http.post(CHAT, json=TURN) as response:
         assert response.status == 503
         assert await response.json() == {"error": "overloaded"}
-    assert len(rig.exchanges("prefill")) == len(rig.exchanges("decode")) == 1
+    assert [len(engine.exchanges) for engine in rig.decode] == [1, 1]
+    assert len(rig.exchanges("prefill")) == 1  # the KV is still there
     assert "bidikv_router_handovers_lost_total 0.0" in await rig.metrics()

@@ -75,10 +75,19 @@ def compute_end_to_end(headers: Headers) -> Headers:
     return [field for field in headers if field[0] not in dropped]
 
 
-def build_forwarded_head(request: RequestHead) -> bytes:
-    """The head for engines, equal for all legs of a request, up to its framing (:func:`finish_request_head`)."""
+def build_forwarded_head(request: RequestHead, traceparent: bytes | None = None) -> bytes:
+    """The head for engines, equal for all legs of a request, up to its framing (:func:`finish_request_head`).
+
+    Args:
+        request: the client's.
+        traceparent: replaces the client's, if not None.
+    """
     lines = [b"%b %b HTTP/1.1\r\n" % (request.method, request.target)]
-    lines += [b"%b: %b\r\n" % field for field in compute_end_to_end(request.headers)]
+    fields = compute_end_to_end(request.headers)
+    if traceparent is not None:
+        fields = [field for field in fields if field[0] != b"traceparent"]
+        fields.append((b"traceparent", traceparent))
+    lines += [b"%b: %b\r\n" % field for field in fields]
     if request.http10 and b"host" not in request.fields:
         lines.append(b"host: router\r\n")
     return b"".join(lines)

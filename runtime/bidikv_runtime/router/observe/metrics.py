@@ -21,12 +21,12 @@ from bidikv_runtime.contract import METRIC_TIME_TO_FIRST_TOKEN
 from bidikv_runtime.router.choice.endpoints import Pools
 from bidikv_runtime.router.observe.engine_view import EngineView
 from bidikv_runtime.router.observe.instruments import Counter, Gauge, Histogram, Instrument, Key
-from bidikv_runtime.router.observe.record import Phase, Route, TurnRecord
+from bidikv_runtime.router.observe.record import Phase, TurnRecord
 from bidikv_runtime.router.observe.stages import compute_first_token_seconds, compute_stages
 
 AnyInstrument = TypeVar("AnyInstrument", bound=Instrument)
 Leg = Literal["prefill", "decode"]
-RetryReason = Literal["connection", "status", "stale", "handover"]
+RetryReason = Literal["connection", "status", "stale", "handover", "local"]
 QueueRefusal = Literal["full", "timeout"]
 
 TIME_TO_FIRST_TOKEN: Final = METRIC_TIME_TO_FIRST_TOKEN
@@ -114,9 +114,6 @@ class RouterMetrics:
             "path",
             "stage",
         )
-        self._prefill_leg = self._histogram(
-            "bidikv_router_prefill_leg_seconds", "Duration of successful prefill legs.", _LATENCY_BUCKETS, "path"
-        )
         self._durations = self._histogram(
             REQUEST_SECONDS, "From a request fully received to its end.", _LATENCY_BUCKETS, "path"
         )
@@ -140,7 +137,8 @@ class RouterMetrics:
         self._paths = count(PATHS, "Turns by the path that they took, and why.", "path", "reason")
         self._retries = count(
             RETRIES,
-            "Legs sent again. stale: a kept connection had just been closed; handover: decode did not find it.",
+            "Legs sent again. connection: it broke; status: a 5xx; stale: a kept connection had just been closed; "
+            "handover: decode did not find it; local: decode, asked alone, would have had to compute too much.",
             "leg",
             "reason",
         )
@@ -160,7 +158,7 @@ class RouterMetrics:
         )
         self.handovers_lost = count(HANDOVERS_LOST, "Turns that decode refused: it did not find what prefill computed.")
         self._unannounced = count(UNANNOUNCED, "Prefill answers that did not say what was computed.")
-        self._local_refusals = count(LOCAL_REFUSALS, "Turns that decode, asked alone, would have had to compute.")
+        self._local_refusals = count(LOCAL_REFUSALS, "Turns that decode, asked alone, refused: too much to compute.")
         self._queue_refusals = count(
             QUEUE_REFUSALS,
             "Turns that found the queue full, or waited too long in it.",
@@ -217,6 +215,10 @@ class RouterMetrics:
         """A request is served from now on, until :meth:`observe`."""
         self._live[id(record)] = record
 
+    def observe_first_token(self, record: TurnRecord) -> None:
+        """A stream's first byte went out. Not counted at its end: who scales by this cannot wait for long answers."""
+        self._time_to_first_token.observe((record.path,), compute_first_token_seconds(record))
+
     def observe(self, record: TurnRecord) -> None:
         """The request ended: count and time it."""
         self._live.pop(id(record), None)
@@ -261,7 +263,6 @@ class RouterMetrics:
         self._durations.observe((path,), record.ended_at - record.received_at)
         for stage, begin, end in compute_stages(record):
             self._stages.observe((path, stage), end - begin)
-        self._time_to_first_token.observe((path,), compute_first_token_seconds(record))
         if record.streamed and record.chunks > 1:
             self._inter_token.observe((), (record.last_byte_at - record.first_byte_at) / (record.chunks - 1))
             self._longest_gap.observe((), record.longest_gap)
@@ -298,24 +299,6 @@ class RouterMetrics:
     def observe_pools(self, pools: Pools) -> None:
         """Take a new snapshot of the engines."""
         self._pools = pools
-
-    # --- what the proxy still calls, until it fills records ---
-
-    def observe_first_token(self, path: Path, seconds: float) -> None:
-        """A stream's first byte came after ``seconds``."""
-        self._time_to_first_token.observe((path,), seconds)
-
-    def observe_prefill(self, path: Path, seconds: float) -> None:
-        """A prefill leg succeeded within ``seconds``."""
-        self._prefill_leg.observe((path,), seconds)
-
-    def count_answer(self, route: Route, status: int) -> None:
-        """A response with ``status`` began."""
-        self._requests.add((status, route))
-
-    def count_disconnect(self, phase: Phase) -> None:
-        """A client left."""
-        self._disconnects.add((phase,))
 
     # --- scraping ---
 
