@@ -471,6 +471,11 @@ class ShadowEngine:
         """Let the transport move some slots of the first part that is not complete."""
         self._move(next(part for part in self.reads[request_id] if not part.complete), slots)
 
+    def copy_all(self, request_id: str) -> None:
+        """Let the transport move all that is left of a read."""
+        for part in self.reads[request_id]:
+            self._move(part, len(part.local) * BLOCK)
+
     def _move(self, part: Copy, slots: int) -> None:
         for _ in range(min(slots, len(part.local) * BLOCK - part.done)):
             block, slot = divmod(part.done, BLOCK)
@@ -589,8 +594,10 @@ class ShadowEngine:
         return not (self.scheduler.has_requests() or self.steps or self.reads or self.abandoned or self._released)
 
     def check_idle(self) -> None:
-        """Nothing leaks: with no request left, every block is free."""
+        """Nothing leaks: with no request left, every block is free, and nothing is reported as left to do."""
         assert self.pool.get_num_free_blocks() == len(self.memory) - 1
+        report = self.connector.connector_scheduler._reporter.build()
+        assert (report.requests, report.queued_tokens, report.free_blocks) == (0, 0, 1.0)
 
     def stop(self) -> None:
         self.scheduler.shutdown()

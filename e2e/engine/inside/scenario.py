@@ -111,6 +111,8 @@ class Scenario:
             hints[contract.HANDOVER_PARAM] = True
         elif chance.randrange(8) == 0:
             hints[contract.PREFILLED_PARAM] = chance.randrange(2 * len(prompt.tokens))
+        elif chance.randrange(8) == 0:
+            hints[contract.COMPUTE_LIMIT_PARAM] = chance.randrange(2 * len(prompt.tokens))
         for _ in range(2 if chance.randrange(6) == 0 else 1):  # two choices of one request are two requests to vLLM
             engine.send(
                 prompt,

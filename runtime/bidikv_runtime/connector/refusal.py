@@ -54,7 +54,8 @@ def refuse(request: Any, reason: str) -> None:
     """End the request with an error instead of scheduling it.
 
     Call it in ``get_num_new_matched_tokens`` only, where the request waits and holds no blocks, and return
-    ``(None, False)`` from there. vLLM asks for this request no more.
+    ``(None, False)`` from there. vLLM asks for this request no more. Not for a request with
+    ``skip_reading_prefix_cache``: vLLM overrules the return value, and its scheduler ends with an exception.
 
     Args:
         request: a ``vllm.v1.request.Request`` for which ``may_refuse`` holds.

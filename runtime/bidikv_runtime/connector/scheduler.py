@@ -188,11 +188,12 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._publisher.begin(request.request_id)
         assert self._retention is not None
         self._retention.request_arrived(hints.session, time.monotonic())
+        # vLLM computes a request that skips its prefix cache in any case; it takes neither tokens nor a refusal for it.
         skips = request.skip_reading_prefix_cache
         sources = () if skips else self._sources(request)
         cached = 0 if skips else self._hashes.estimate_cached(request)
         reader: Reader | None = None
-        if sources or (hints.prefilled_tokens and not skips) or hints.compute_limit is not None:
+        if not skips and (sources or hints.prefilled_tokens or hints.compute_limit is not None):
             reader = self._readers[request.request_id] = Reader(
                 request.request_id,
                 hints,
