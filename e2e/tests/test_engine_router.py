@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from bidikv_runtime.router.api.session import parse_response_id
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.tests.router_process import RouterProcess, running_router
 from e2e.engine.client import EngineClient
@@ -26,6 +27,7 @@ from e2e.engine.local import HOST, SERVED_MODEL, LocalEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
 
+FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -86,23 +88,48 @@ async def test_a_conversation_reuses_its_history_without_the_client_naming_it(
         ("completions", {"prompt": list(range(10, 60)), "logprobs": 2}, 2),
         ("completions", {"prompt": "echoed", "echo": True, "logprobs": 1}, 1),
         ("completions", {"prompt": "beams", "use_beam_search": True, "n": 2}, 1),
+        ("responses", {"input": "a plain question, not short"}, 2),
+        ("responses", {"input": [user("r", 100)], "instructions": "be kind", "stream": True}, 2),
+        ("responses", {"input": "x" * 100, "include": ["message.output_text.logprobs"], "top_logprobs": 2}, 2),
+        ("responses", {"input": "x" * 100, "tools": [FUNCTION], "tool_choice": "none", "max_output_tokens": 5}, 2),
+        ("messages", {"stream": True, "system": "be kind", "stop_sequences": ["x"]}, 2),
+        ("messages", {"thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}}, 2),
+        ("messages", {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "none"}}, 2),
     ],
 )
 async def test_both_legs_accept_what_vllm_accepts(
     deployment: Deployment, router: RouterProcess, path: str, parameters: dict[str, Any], legs: int
 ) -> None:
-    body: dict[str, Any] = {"model": SERVED_MODEL, "max_tokens": 8, **parameters}
-    if "prompt" not in body:
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    body: dict[str, Any] = {"model": SERVED_MODEL, limit: 8, **parameters}
+    if path in ("chat/completions", "messages"):
         body["messages"] = [user(f"accepted {parameters}", 100)]
     started = await requests_finished(deployment.p), await requests_finished(deployment.d)
     async with aiohttp.ClientSession(router.url) as http, http.post(f"/v1/{path}", json=body) as response:
         text = await response.text()
         assert response.status == 200, text
-        assert '"error"' not in text
+        assert '"error"' not in text.replace('"error":null', "")
     async with aiohttp.ClientSession(router.url) as http, http.get("/metrics") as response:
         assert "bidikv_router_retries_total{" not in await response.text()
     assert (await requests_finished(deployment.p) > started[0]) is (legs == 2)
     assert await requests_finished(deployment.d) > started[1]
+
+
+async def test_a_stored_response_is_found_and_followed(deployment: Deployment, router: RouterProcess) -> None:
+    body: dict[str, Any] = {"model": SERVED_MODEL, "input": [user("stored", 300)], "max_output_tokens": 8}
+    async with aiohttp.ClientSession(router.url) as http:
+        async with http.post("/v1/responses", json=body) as response:
+            assert response.status == 200
+            made = (await response.json())["id"]
+        async with http.get(f"/v1/responses/{made}") as response:
+            assert response.status == 200
+            assert (await response.json())["id"] == made
+        prefills = await requests_finished(deployment.p)
+        async with http.post("/v1/responses", json=body | {"previous_response_id": made}) as response:
+            assert response.status == 200, await response.text()
+            following = (await response.json())["id"]
+    assert await requests_finished(deployment.p) == prefills  # only decode knows that prompt
+    assert parse_response_id(made) == parse_response_id(following) is not None
 
 
 async def requests_finished(client: EngineClient) -> float:

@@ -43,6 +43,7 @@ from e2e.bench.router.report import (
     AIMS,
     LEAST_ROUNDS,
     Memory,
+    build_regression_aims,
     build_result,
     build_tables,
     compute_ratios,
@@ -243,7 +244,7 @@ def measure(options: Options) -> Measured:
             rows = {row.name: row for row in options.rows}
             for name in shuffle(list(rows), order):
                 measure_row(bench, rows[name], targets, number, options, measured, order)
-        if OURS in targets:
+        if OURS in targets and not options.against:
             measured.memory = measure_memory(bench, targets[OURS], idle, options)
     for name in (OURS, BEFORE):
         for leg, seen in (measured.fidelity.get(name) or {}).items():
@@ -286,7 +287,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="default: %(default)s")
     given = parser.parse_args(arguments)
-    targets = given.targets or ([OURS, LOCAL, DIRECT] if given.quick else list(known))
+    targets = given.targets or ([OURS] if given.against else [OURS, LOCAL, DIRECT] if given.quick else list(known))
     targets += [BEFORE] if given.against else []
     return Options(
         targets=targets,
@@ -327,7 +328,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BenchError, ClusterError, ValueError, RuntimeError) as error:
         print(f"bench-router: {error}", file=sys.stderr)
         return 2
-    verdicts = [judge(aim, compute_ratios(aim, measured.runs)) for aim in AIMS] + judge_memory(measured.memory)
+    aims = AIMS if not options.against else build_regression_aims([row.name for row in options.rows])
+    verdicts = [judge(aim, compute_ratios(aim, measured.runs)) for aim in aims]
+    verdicts += judge_memory(measured.memory) if not options.against else []
     summary = summarise(measured.runs)
     result = {
         "machine": describe_machine(),

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from e2e.bench.router.measure import Run
 from e2e.bench.router.plan import MEMORY_REQUESTS
-from e2e.bench.router.targets import DIRECT, OURS, PEER, TOY_PROXY
+from e2e.bench.router.targets import BEFORE, DIRECT, OURS, PEER, TOY_PROXY
 
 MIB: Final = 1024 * 1024
 LEAST_ROUNDS: Final = 5
@@ -72,8 +72,22 @@ AIMS: Final = (
     Aim("P6", "small c=32", "req/s", ">=", 20, None, base=TOY_PROXY),
     Aim("P6", "1 MB stream c=1", "TTFT p50", "<=", 0.25, None, base=TOY_PROXY),
 )
+REGRESSION: Final = 1.05
+"""Against another commit of ours: equal but for noise."""
 IDLE_MIB: Final = (64.0, 40.0)
 GROWTH: Final = (0.10, 0.01)
+
+
+def build_regression_aims(rows: Sequence[str]) -> list[Aim]:
+    """Each row's CPU per request and throughput against another commit's."""
+    return [
+        aim
+        for row in rows
+        for aim in (
+            Aim("CPU", row, "CPU per request", "<=", REGRESSION, None, base=BEFORE),
+            Aim("speed", row, "req/s", ">=", 1 / REGRESSION, None, base=BEFORE),
+        )
+    ]
 
 
 @dataclass(frozen=True)
@@ -209,7 +223,7 @@ def build_tables(summary: Sequence[dict[str, Any]], verdicts: Sequence[Verdict])
         spread = "-" if v.lowest is None or v.rounds < 2 else f"{v.lowest:.2f}, {v.highest:.2f}"
         met = {None: "?", True: "yes", False: "no"}[v.met] + (", stretch too" if v.stretch_met else "")
         value = _show(v.value, 1, ".2f")
-        lines.append(f"| {v.id} | {v.measure} | {v.bound} {v.goal:g} | {stretch} | {value} | {spread} | {met} |")
+        lines.append(f"| {v.id} | {v.measure} | {v.bound} {v.goal:.3g} | {stretch} | {value} | {spread} | {met} |")
     return lines
 
 

@@ -21,7 +21,7 @@ from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.access_log import AccessLog
 from bidikv_runtime.router.observe.debug import RecentSessions, render_engines
 from bidikv_runtime.router.observe.metrics import RouterMetrics
-from bidikv_runtime.router.observe.tracing import Tracer
+from bidikv_runtime.router.observe.tracing import build_tracer
 from bidikv_runtime.router.proxy import Observer, Proxy
 
 
@@ -46,7 +46,7 @@ class Router:
         self.pool = UpstreamPool(loop, limits, deadlines)
         self._certificate = Certificate(Path(config.tls_dir)) if config.tls_dir else None
         self._access_log = AccessLog(loop, self.metrics.count_dropped_lines) if config.access_log else None
-        self._tracer = Tracer(config.trace_endpoint, config.trace_ratio) if config.trace_endpoint else None
+        self._tracer = build_tracer(config.trace_endpoint) if config.trace_endpoint else None
         self._sessions = RecentSessions() if config.debug else None
         observers: list[Observer] = []
         if self._access_log is not None:

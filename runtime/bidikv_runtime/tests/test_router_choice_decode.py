@@ -103,8 +103,10 @@ def test_a_session_stays_where_its_kv_is() -> None:
         assert rig.fleet.choose_decode(session) == [ranking[1], last, ranking[0]], "most of it first"
         rig.report(ranking[1], held(session, 12000))
         assert rig.fleet.choose_decode(session) == [ranking[1], ranking[0], ranking[2]], "less than half is not much"
-        rig.report(ranking[1], held(session, 0))
+        rig.report(ranking[1], held(session, 5000, prompt=12000))
         rig.report(last, held(session, 0))
+        assert rig.fleet.choose_decode(session) == ranking, "most of it was evicted"
+        rig.report(ranking[1], held(session, 0))
         assert rig.fleet.choose_decode(session) == ranking
 
 

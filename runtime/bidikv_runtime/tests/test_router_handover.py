@@ -143,7 +143,7 @@ async def test_a_lost_handover_is_prefilled_again_and_always_answered(rig: Rig, 
     assert 'bidikv_router_retries_total{leg="prefill",reason="handover"} 1.0' in text
     assert 'bidikv_router_requests_total{code="200",route="chat"} 1.0' in text
     assert 'code="503"' not in text
-    assert f'bidikv_router_time_to_first_token_seconds_count{{path="plain"}} {stream:d}.0' in text
+    assert ('bidikv_router_time_to_first_token_seconds_count{path="plain"} 1.0' in text) is stream
     assert "bidikv_router_buffered_bytes 0.0" in text
 
 

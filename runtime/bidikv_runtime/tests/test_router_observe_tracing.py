@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from opentelemetry.proto.trace.v1.trace_pb2 import Status as SpanStatus
 
 from bidikv_runtime.router.config import ConfigError
-from bidikv_runtime.router.observe import tracing
+from bidikv_runtime.router.observe import spans as spans_module
 from bidikv_runtime.router.observe.record import TurnRecord
 from bidikv_runtime.router.observe.trace_context import start_trace
-from bidikv_runtime.router.observe.tracing import Tracer
+from bidikv_runtime.router.observe.tracing import build_tracer
+from bidikv_runtime.tests.router_collector import Collector, running_collector
 from bidikv_runtime.tests.router_engine import WAIT_SECONDS
 from bidikv_runtime.tests.router_records import STREAM
 
@@ -81,58 +82,18 @@ def test_the_ratio_decides_for_new_traces_only() -> None:
 # --- the spans ---
 
 
-@dataclass
-class Collector:
-    """What a collector of OpenTelemetry received."""
-
-    port: int = 0
-    requests: list[ExportTraceServiceRequest] = field(default_factory=list)
-    answering: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1/traces"
-
-    async def take(self, request: web.Request) -> web.Response:
-        self.requests.append(ExportTraceServiceRequest.FromString(await request.read()))
-        await self.answering.wait()
-        return web.Response(content_type="application/x-protobuf")
-
-    def spans(self) -> dict[str, Span]:
-        """By name."""
-        spans = [
-            span
-            for request in self.requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
-            for span in scope.spans
-        ]
-        assert len({span.span_id for span in spans}) == len(spans)
-        return {span.name: span for span in spans}
-
-
 @pytest.fixture
 async def collector() -> AsyncIterator[Collector]:
-    collector = Collector()
-    collector.answering.set()
-    application = web.Application()
-    application.router.add_post("/v1/traces", collector.take)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    collector.port = runner.addresses[0][1]
-    yield collector
-    collector.answering.set()
-    await runner.cleanup()
+    async with running_collector() as collector:
+        yield collector
 
 
 def attributes(span: Span) -> dict[str, object]:
     return {item.key: getattr(item.value, str(item.value.WhichOneof("value"))) for item in span.attributes}
 
 
-async def export(collector: Collector, *records: TurnRecord, ratio: float = 1.0) -> dict[str, Span]:
-    tracer = Tracer(collector.endpoint, ratio)
+async def export(collector: Collector, *records: TurnRecord) -> dict[str, Span]:
+    tracer = build_tracer(collector.endpoint)
     for record in records:
         tracer.export(record)
     await tracer.close(WAIT_SECONDS)
@@ -209,14 +170,20 @@ async def test_what_is_not_sampled_is_not_sent(collector: Collector) -> None:
 async def test_a_collector_that_does_not_answer_does_not_hold_up_the_end(
     collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 100 * WAIT_SECONDS)
+    monkeypatch.setattr(spans_module, "EXPORT_SECONDS", 100 * WAIT_SECONDS)
     collector.answering.clear()
-    tracer = Tracer(collector.endpoint, 1.0)
+    tracer = build_tracer(collector.endpoint)
     tracer.export(replace(STREAM, trace=start_trace(None, 1.0)))
     await asyncio.wait_for(tracer.close(0.05), WAIT_SECONDS)
 
 
-async def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_INSTALLED", False)
-    with pytest.raises(ConfigError, match=r"trace_endpoint is set, .* install bidikv\[tracing\]"):
-        Tracer("http://127.0.0.1:1/v1/traces", 1.0)
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, spans_module.__name__)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"trace_endpoint is set, .*opentelemetry.* install bidikv\[tracing\]"):
+        build_tracer("http://127.0.0.1:1/v1/traces")
+
+
+def test_a_router_without_traces_does_not_load_opentelemetry() -> None:
+    code = "import sys, bidikv_runtime.router.__main__; print(sum('opentelemetry' in name for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "0\n"

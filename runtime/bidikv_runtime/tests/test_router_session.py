@@ -252,9 +252,15 @@ def test_elements_are_those_of_a_full_decoder(value: list[Any], ascii_only: bool
     assert all(element == element.strip() for element in elements)
 
 
-def test_only_the_opening_is_read() -> None:
+@pytest.mark.parametrize("dumps", [{}, {"indent": 2}, {"ensure_ascii": False}])
+def test_a_long_history_has_the_session_of_its_beginning(dumps: dict[str, Any]) -> None:
+    opening = [SYSTEM, {"role": "user", "content": 'é "x" [' * 10}]
+    sessions = {session(chat(*opening, *[ANSWER, MORE] * turns), **dumps) for turns in (0, 1, 10, 100, 1000)}
+    assert len(sessions) == 1
+
+
+def test_of_a_long_history_only_the_opening_is_read() -> None:
     # Invalid JSON behind the first user message: a full scan would trip over it.
-    array = msgspec.Raw(b'[{"role":"user"},"unterminated')
-    assert derive_session([], {"messages": array}) == derive_session(
-        [], {"messages": msgspec.Raw(b'[{"role":"user"}]')}
-    )
+    user = b'{"role":"user","content":"%b"}' % (b"x" * 20_000)
+    whole, broken = msgspec.Raw(b"[%b]" % user), msgspec.Raw(b'[%b,"unterminated' % user)
+    assert derive_session([], {"messages": broken}) == derive_session([], {"messages": whole})

@@ -103,8 +103,6 @@ _PEEK_BYTES: Final = 256
 """Of an array: enough to see whether there is a first element behind usual white space."""
 _COMPUTED_BY_DECODE: Final = ("prompt_logprobs", "echo", "use_beam_search")
 _NOT_SET: Final = (b"null", b"false")
-_MEDIA: Final = (b'"image_url"', b'"input_image"', b'"input_audio"', b'"audio_url"', b'"video_url"', b'_embeds"')
-"""Parts of messages beside text (vLLM 0.32, ``renderers/chat_utils.py``): the usual ones, since vLLM looks itself."""
 _SERVED_TOOLS: Final = (b'"code_interpreter"', b'"container"', b'"mcp"', b'"web_search')
 """Types of tools that vLLM calls itself, between two generations within one request."""
 _ANSWER_BYTES: Final = 64 * 1024
@@ -205,13 +203,10 @@ def may_refuse(fields: Fields, route: Route) -> bool:
 def may_reuse_tokens(fields: Fields, route: Route) -> bool:
     """Whether decode can take prefill's tokens instead of rendering the messages (``contract.TOKEN_IDS_PARAM``).
 
-    vLLM does so for chats of text only, and renders all others again; asking them for tokens would be for nothing.
-    ``documents`` are left out, since a parser may read them besides.
+    vLLM does so for chats; messages with more than text it renders again, whatever it is given (and to look for these
+    here would cost as much as it saves). ``documents`` are left out, since a parser may read them besides.
     """
-    if route != "chat" or "messages" not in fields or is_set(fields, "documents"):
-        return False
-    messages = bytes(fields["messages"])
-    return not any(kind in messages for kind in _MEDIA)
+    return route == "chat" and not is_set(fields, "documents")
 
 
 def wants_events(fields: Fields) -> bool:

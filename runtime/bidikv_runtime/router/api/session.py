@@ -46,6 +46,8 @@ _OPENING_MESSAGES: Final = 8
 """How many messages may precede the first user message (system, developer, few-shot preambles)."""
 _OPENING_BYTES: Final = 1024
 """Of a prompt, or of instructions: what identifies it. A shorter first prompt loses affinity for one turn."""
+_SHORT_BYTES: Final = 8 * 1024
+"""Up to here it is cheaper to cut a whole array than to find its first elements."""
 _TOKEN: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{},]', re.DOTALL)
 """Strings as a whole (brackets within them do not count), brackets and commas of valid JSON."""
 _ANSWERED: Final = (b'"assistant"', b'"function_call_output"')
@@ -74,6 +76,7 @@ class _UserId(msgspec.Struct):
     session_id: str
 
 
+_ELEMENTS: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _MESSAGE: Final = msgspec.json.Decoder(_Message)
 _CONVERSATION: Final = msgspec.json.Decoder(str | _Conversation)
 _METADATA: Final = msgspec.json.Decoder(_Metadata)
@@ -205,7 +208,7 @@ def _describe_opening(fields: Fields) -> list[bytes]:
 def _select_opening(messages: msgspec.Raw) -> list[bytes]:
     """Raw bytes of the messages up to and with the first one of a user."""
     opening: list[bytes] = []
-    for element in iterate_elements(messages):
+    for element in _cut(messages) if memoryview(messages).nbytes <= _SHORT_BYTES else iterate_elements(messages):
         opening.append(element)
         try:
             role = _MESSAGE.decode(element).role
@@ -214,6 +217,14 @@ def _select_opening(messages: msgspec.Raw) -> list[bytes]:
         if role == "user" or len(opening) == _OPENING_MESSAGES:
             break
     return opening
+
+
+def _cut(array: msgspec.Raw) -> list[bytes]:
+    """What :func:`iterate_elements` gives, all at once."""
+    try:
+        return [bytes(element) for element in _ELEMENTS.decode(array)]
+    except _BAD_JSON:
+        return []
 
 
 def iterate_elements(array: msgspec.Raw) -> Iterator[bytes]:

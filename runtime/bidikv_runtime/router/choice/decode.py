@@ -61,7 +61,7 @@ def order_decode(
     """
     chosen: list[Engine] = []
     if holdings:
-        much = max(holding.held_tokens for holding in holdings) / 2
+        much = max(max(holding.held_tokens, holding.prompt_tokens) for holding in holdings) / 2
         good = [
             holding
             for holding in holdings

@@ -37,7 +37,7 @@ class RecentSessions:
             self._sessions.popitem(last=False)
 
     def render(self, now: float) -> bytes:
-        """JSON, the latest first; ``now`` is the loop's time."""
+        """JSON, the latest first; ``now`` is ``time.monotonic``."""
         sessions = [
             {"session": session.hex(), "turns": turns, **_describe(record, now)}
             for session, (turns, record) in reversed(self._sessions.items())

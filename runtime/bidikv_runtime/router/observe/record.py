@@ -1,7 +1,7 @@
 """What happened to one request: filled while it is served, then read by metrics, access log, traces and /debug.
 
 Why one record: every observer sees the same facts, and serving costs a few attribute stores however many observe. Times
-are the event loop's clock in seconds; ``nan`` for what did not happen. Nothing in it holds on to a body.
+are ``time.monotonic`` in seconds; ``nan`` for what did not happen. Nothing in it holds on to a body.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _SUCCESS: Final = range(200, 300)
 
 
 def compute_stages(record: TurnRecord) -> list[tuple[Stage, float, float]]:
-    """The stages that ``record`` completed, each with its begin and end on the loop's clock."""
+    """The stages that ``record`` completed, each with its begin and end."""
     stages: list[tuple[Stage, float, float]] = []
     isnan = math.isnan
     reached = record.received_at

@@ -1,12 +1,14 @@
-"""Distributed traces with OpenTelemetry, if the configuration asks for them.
+"""Spans of OpenTelemetry, made from the record of a request when it ends, and sent to a collector.
 
-Why the spans are made at the end, from the record: then serving a request costs no more than an id at its start
-(``trace_context``), and the stages in a trace are those of the metrics. A server span covers the request; its children
-are the stages. Engines that trace as well put their spans below the server span, whose id both legs carry.
+Why at the end: then serving a request costs no more than an id at its start (``trace_context``), and the stages in a
+trace are those of the metrics. A server span covers the request; its children are the stages: about 35 us for all of a
+sampled request. Engines that trace as well put their spans below the server span, whose id both legs carry.
 
 Spans wait in OpenTelemetry's batch processor, which sends them in a thread of its own; its queue is bounded
-(``OTEL_BSP_MAX_QUEUE_SIZE``), and what does not fit is dropped with a warning. The package is optional: the extra
-``tracing`` installs it. Its environment variables apply (``OTEL_SERVICE_NAME``, ``OTEL_EXPORTER_OTLP_HEADERS``, ...).
+(``OTEL_BSP_MAX_QUEUE_SIZE``), and what does not fit is dropped with a warning. OpenTelemetry's environment variables
+apply (``OTEL_SERVICE_NAME``, ``OTEL_EXPORTER_OTLP_HEADERS``, ...).
+
+Only ``tracing`` imports this module: the packages that it needs are an extra.
 """
 
 from __future__ import annotations
@@ -17,27 +19,19 @@ import random
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from bidikv_runtime.router.config import ConfigError
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.util.types import AttributeValue
+
 from bidikv_runtime.router.observe.record import TurnRecord
 from bidikv_runtime.router.observe.stages import compute_stages
-from bidikv_runtime.router.observe.trace_context import TraceContext, start_trace
-
-try:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-    from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-    from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-
-    _INSTALLED = True
-except ImportError:
-    _INSTALLED = False
-
-if TYPE_CHECKING:
-    from opentelemetry.util.types import AttributeValue
+from bidikv_runtime.router.observe.trace_context import TraceContext
 
 EXPORT_SECONDS: Final = 5.0
 """Longest time for one batch, its retries included."""
@@ -45,29 +39,16 @@ _SERVICE: Final = "bidikv-router"
 
 
 class Tracer:
-    """Begins traces, and exports those that are sampled."""
+    """Sends the spans of requests that are sampled."""
 
-    def __init__(self, endpoint: str, ratio: float) -> None:
-        """Start to export to ``endpoint`` (OTLP/HTTP); ``ratio`` of the traces that begin here.
-
-        Raises:
-            ConfigError: OpenTelemetry is not installed.
-        """
-        if not _INSTALLED:
-            raise ConfigError(
-                "trace_endpoint is set, but OpenTelemetry is not installed; install bidikv[tracing], or leave it empty."
-            )
-        self._ratio = ratio
+    def __init__(self, endpoint: str) -> None:
+        """Start to export to ``endpoint`` (OTLP/HTTP)."""
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: _SERVICE}))
         self._resource = resource
         self._scope = InstrumentationScope(_SERVICE)
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS))
-
-    def start(self, traceparent: bytes | None) -> TraceContext:
-        """The context of a new request; ``traceparent`` is the client's header."""
-        return start_trace(traceparent, self._ratio)
 
     def export(self, record: TurnRecord) -> None:
         """The request ended: send its spans, if it is sampled."""
