@@ -141,9 +141,11 @@ class MockEngine:
                 async with self._arrived:
                     self._arrived.notify_all()
                 watcher = asyncio.ensure_future(_watch_close(exchange))
-                with contextlib.suppress(ConnectionError):
+                try:
                     await self.behave(exchange)
                     exchange.finished = True
+                except ConnectionError:  # writing noticed the end before the watcher did
+                    exchange.closed_by_router.set()
                 watcher.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await watcher
