@@ -15,12 +15,12 @@ from bidikv_runtime.router.api.splice import Buffer
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.http.http1 import ResponseHead
+from bidikv_runtime.router.http.pool import UpstreamPool
 from bidikv_runtime.router.http.upstream import (
     AnswerTimedOut,
     ConnectFailed,
     ConnectionLost,
     UpstreamConnection,
-    UpstreamPool,
 )
 from bidikv_runtime.router.observe.metrics import Leg, RouterMetrics
 

@@ -18,7 +18,8 @@ from bidikv_runtime.router.api.tenant import CREDENTIALS, compute_tenant
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.http.fetch import Answer, fetch
 from bidikv_runtime.router.http.http1 import RequestHead
-from bidikv_runtime.router.http.upstream import UpstreamError, UpstreamPool
+from bidikv_runtime.router.http.pool import UpstreamPool
+from bidikv_runtime.router.http.upstream import UpstreamError
 
 KEPT_SECONDS: Final = 2.0
 ASK_SECONDS: Final = 5.0

@@ -25,7 +25,8 @@ from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.http1 import build_forwarded_head, build_local_response, finish_request_head
-from bidikv_runtime.router.http.upstream import AnswerTimedOut, UpstreamError, UpstreamPool
+from bidikv_runtime.router.http.pool import UpstreamPool
+from bidikv_runtime.router.http.upstream import AnswerTimedOut, UpstreamError
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.models import ModelList
 from bidikv_runtime.router.observe.metrics import RouterMetrics

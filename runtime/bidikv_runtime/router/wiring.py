@@ -14,9 +14,9 @@ from bidikv_runtime.router.control.probes import Prober
 from bidikv_runtime.router.control.reports import ReportPoller
 from bidikv_runtime.router.control.token_file import TokenFile
 from bidikv_runtime.router.http.deadlines import Deadlines
+from bidikv_runtime.router.http.pool import UpstreamPool
 from bidikv_runtime.router.http.server import Server
 from bidikv_runtime.router.http.tls import Certificate
-from bidikv_runtime.router.http.upstream import UpstreamPool
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.access_log import AccessLog
 from bidikv_runtime.router.observe.debug import RecentSessions, render_engines

@@ -13,8 +13,9 @@ from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.deadlines import Deadlines
 from bidikv_runtime.router.http.http1 import ResponseHead, build_local_response
+from bidikv_runtime.router.http.pool import UpstreamPool
 from bidikv_runtime.router.http.server import Server
-from bidikv_runtime.router.http.upstream import ConnectionLost, UpstreamConnection, UpstreamPool
+from bidikv_runtime.router.http.upstream import ConnectionLost, UpstreamConnection
 from bidikv_runtime.router.limits import Limits
 
 

@@ -16,13 +16,13 @@ from bidikv_runtime.router.http import upstream
 from bidikv_runtime.router.http.deadlines import Deadlines
 from bidikv_runtime.router.http.fetch import Socket, fetch
 from bidikv_runtime.router.http.http1 import ResponseHead, build_chunk
+from bidikv_runtime.router.http.pool import UpstreamPool
 from bidikv_runtime.router.http.upstream import (
     AnswerTimedOut,
     ConnectFailed,
     ConnectionLost,
     UpstreamConnection,
     UpstreamError,
-    UpstreamPool,
 )
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.tests.router_engine import Exchange, MockEngine, answer_with, hang, running_engines

@@ -21,7 +21,7 @@ from bidikv_runtime.router.control.probes import Prober
 from bidikv_runtime.router.control.reports import ReportPoller
 from bidikv_runtime.router.control.token_file import TokenFile
 from bidikv_runtime.router.http.deadlines import Deadlines
-from bidikv_runtime.router.http.upstream import UpstreamPool
+from bidikv_runtime.router.http.pool import UpstreamPool
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.engine_view import EngineView
 from bidikv_runtime.tests.choice_rig import FleetRig, held, report, sessions

@@ -9,7 +9,8 @@ from typing import Final
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.http.fetch import fetch
-from bidikv_runtime.router.http.upstream import UpstreamError, UpstreamPool
+from bidikv_runtime.router.http.pool import UpstreamPool
+from bidikv_runtime.router.http.upstream import UpstreamError
 from bidikv_runtime.router.limits import Limits
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from bidikv_runtime.contract import REPORT_PATH, EngineReport
 from bidikv_runtime.router.choice.fleet import Fleet, Reporting
 from bidikv_runtime.router.control.token_file import TokenFile
 from bidikv_runtime.router.http.fetch import Socket, fetch
-from bidikv_runtime.router.http.upstream import UpstreamError, UpstreamPool
+from bidikv_runtime.router.http.pool import UpstreamPool
+from bidikv_runtime.router.http.upstream import UpstreamError
 from bidikv_runtime.router.limits import Limits
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectionLost, Origin, UpstreamError, UpstreamPool
+from bidikv_runtime.router.http.pool import UpstreamPool
+from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectionLost, Origin, UpstreamError
 
 
 @dataclass(frozen=True, slots=True)

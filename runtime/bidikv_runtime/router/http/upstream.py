@@ -1,11 +1,9 @@
-"""Connections to engines: one exchange at a time each, kept for reuse.
+"""A connection to an engine: one exchange at a time.
 
 Invariants:
 
 - Closing the connection is how a leg is cancelled: vLLM aborts a request whose client disconnected. An exchange that is
   left early therefore never returns its connection to the pool.
-- Idle connections are closed before the engine closes them (uvicorn: after 5 s). If it was faster anyhow, the request
-  did not reach it: it is sent again once, on a fresh connection.
 - Body bytes are handed on as received, chunk framing included; the parser only finds the end. Who relays may ask for
   decoded bytes instead, also when it has seen the head.
 - Nothing of a body is parsed before somebody relays it; until then it waits here, bounded.
@@ -20,14 +18,15 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from bidikv_runtime.router.api.splice import Buffer
-from bidikv_runtime.router.http.deadlines import Deadlines
 from bidikv_runtime.router.http.http1 import HEAD_END, ResponseHead
 from bidikv_runtime.router.http.parsers import DecodingParser, MalformedAnswer, ResponseParser
 from bidikv_runtime.router.http.sockets import watch_peer
-from bidikv_runtime.router.limits import Limits
+
+if TYPE_CHECKING:
+    from bidikv_runtime.router.http.pool import UpstreamPool
 
 _BACKLOG_BYTES: Final = 256 * 1024
 """Body bytes held while nobody takes them, before reading pauses."""
@@ -369,64 +368,3 @@ class UpstreamConnection(asyncio.Protocol):
             transport.pause_reading()
         else:
             transport.resume_reading()
-
-
-class UpstreamPool:
-    """Idle connections per engine, newest first."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, limits: Limits, deadlines: Deadlines) -> None:
-        self.loop = loop
-        self.limits = limits
-        self.deadlines = deadlines
-        self._idle: dict[str, list[UpstreamConnection]] = {}
-
-    async def acquire(self, endpoint: Origin, *, fresh: bool = False) -> UpstreamConnection:
-        """A connection to ``endpoint``: an idle one, unless ``fresh``, else a new one.
-
-        Raises:
-            ConnectFailed: refused, unreachable, or not within the limit.
-        """
-        idle = self._idle.get(endpoint.address)
-        while idle and not fresh:
-            connection = idle.pop()
-            connection.idle = False
-            if not connection.lost and connection.deadline > monotonic():
-                connection.deadline = math.inf
-                return connection
-            connection.abort()
-        try:
-            async with asyncio.timeout(self.limits.connect_seconds):
-                _, made = await self.loop.create_connection(
-                    lambda: UpstreamConnection(self, endpoint), endpoint.host, endpoint.port
-                )
-        except TimeoutError as error:
-            raise ConnectFailed(f"it accepted no connection within {self.limits.connect_seconds:g} s") from error
-        except OSError as error:
-            raise ConnectFailed(f"no connection ({error.strerror or 'the name is unknown'})") from error
-        return made
-
-    def put(self, connection: UpstreamConnection) -> None:
-        """Keep ``connection`` for the next exchange, within the bound."""
-        idle = self._idle.setdefault(connection.endpoint.address, [])
-        if len(idle) >= self.limits.max_idle_per_engine:
-            connection.abort()
-            return
-        connection.idle = True
-        connection.deadline = monotonic() + self.limits.upstream_idle_seconds
-        idle.append(connection)
-
-    def forget(self, connection: UpstreamConnection) -> None:
-        """The connection is gone."""
-        self.deadlines.forget(connection)
-        idle = self._idle.get(connection.endpoint.address)
-        if idle is not None:
-            if connection in idle:
-                idle.remove(connection)
-            if not idle:
-                del self._idle[connection.endpoint.address]
-
-    def close(self) -> None:
-        """Close all idle connections."""
-        for idle in list(self._idle.values()):
-            for connection in list(idle):
-                connection.abort()
