@@ -347,10 +347,9 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.abort()
             return
         self._close_after = self._close_after or error.close
-        headers = [(b"retry-after", b"%d" % error.retry_after)] if error.retry_after is not None else []
         self.write(
             build_local_response(
-                error.status, error.body(), headers=headers, close=self.will_close, with_body=with_body
+                error.status, error.body(), headers=error.headers(), close=self.will_close, with_body=with_body
             )
         )
 
