@@ -36,7 +36,7 @@ def apply_all(paths: Paths) -> dict[str, Image]:
             apply_packages_layer(paths, ("bidikv_operator", "bidikv_runtime")),
         ),
         "runtime": build_runtime_image(
-            base, apply_dependencies(paths, "router"), apply_packages_layer(paths, ("bidikv_runtime",))
+            base, apply_dependencies(paths, "router", "tracing"), apply_packages_layer(paths, ("bidikv_runtime",))
         ),
         "engine": build_engine_image(base),
     }

@@ -60,15 +60,17 @@ def find_sources(checkout: Path = CHECKOUT) -> list[Path]:
     return sorted(files)
 
 
-def apply_dependencies(paths: Paths, extra: str) -> Layer:
-    """The layer with an extra's third-party distributions, pinned by constraints.txt."""
-    requirements = parse_extra((CHECKOUT / "pyproject.toml").read_text(), extra)
+def apply_dependencies(paths: Paths, *extras: str) -> Layer:
+    """The layer with the extras' third-party distributions, pinned by constraints.txt."""
+    project = (CHECKOUT / "pyproject.toml").read_text()
+    requirements = [requirement for extra in extras for requirement in parse_extra(project, extra)]
+    name = "-".join(extras)
     key = compute_key([*(requirement.encode() for requirement in requirements), CONSTRAINTS.read_bytes()])
-    target = paths.images / f"{extra}-dependencies-{key}.tar"
+    target = paths.images / f"{name}-dependencies-{key}.tar"
     if target.exists():
         return observe_layer(target)
-    with tempfile.TemporaryDirectory(prefix="bidikv-layer-") as name:
-        folder = Path(name, "lib")
+    with tempfile.TemporaryDirectory(prefix="bidikv-layer-") as parent:
+        folder = Path(parent, "lib")
         run_logged(
             [
                 _require_uv(paths),
@@ -80,8 +82,8 @@ def apply_dependencies(paths: Paths, extra: str) -> Layer:
                 f"--constraints={CONSTRAINTS}",
                 *requirements,
             ],
-            what=f"Installing the distributions of the extra {extra}",
-            log=paths.logs / f"image-{extra}.log",
+            what=f"Installing the distributions of {' and '.join(extras)}",
+            log=paths.logs / f"image-{name}.log",
             limit_seconds=LIMIT_SECONDS,
         )
         shutil.rmtree(folder / "bin", ignore_errors=True)  # scripts that name this machine's interpreter

@@ -18,7 +18,7 @@ PROJECT = (CHECKOUT / "pyproject.toml").read_text()
 LAYERS = [Layer(Path("/x"), digest * 64, 1) for digest in "abc"]
 
 
-@pytest.mark.parametrize("extra", ["operator", "router"])
+@pytest.mark.parametrize("extra", ["operator", "router", "tracing"])
 def test_every_requirement_of_an_image_is_pinned(extra: str) -> None:
     pins = {line.split("==")[0] for line in CONSTRAINTS.read_text().splitlines() if "==" in line}
     names = {requirement.split("==")[0] for requirement in parse_extra(PROJECT, extra)}

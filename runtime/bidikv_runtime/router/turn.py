@@ -204,7 +204,8 @@ class Turns:
             assert turn.identity is not None
             await admission.wait(turn.identity.tenant)
         try:
-            record.admitted_at = monotonic()
+            if not record.prefills:  # else both legs run again, which is no time in the queue
+                record.admitted_at = monotonic()
             record.phase = "prefill"
             return await self._prefill(turn, fields, decision, salt)
         finally:

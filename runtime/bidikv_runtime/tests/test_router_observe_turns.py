@@ -6,14 +6,17 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from time import monotonic
 
 import pytest
 
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe import metrics as names
+from bidikv_runtime.router.observe.record import TurnRecord
 from bidikv_runtime.tests.router_collector import running_collector
-from bidikv_runtime.tests.router_engine import WAIT_SECONDS, hang
+from bidikv_runtime.tests.router_engine import WAIT_SECONDS, Exchange, hang
 from bidikv_runtime.tests.router_rig import Rig, running_rig
+from bidikv_runtime.tests.test_router_handover import refuse_guarded
 
 CHAT = "/v1/chat/completions"
 TURN = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
@@ -53,6 +56,25 @@ async def test_the_stages_of_a_turn_add_up() -> None:
     assert before + seconds("stream") == pytest.approx(float(lines[f'{names.REQUEST_SECONDS}_sum{{path="{path}"}}']))
     assert lines[names.PREFILLS] == lines[names.HANDED_OVER] == "1.0"
     assert lines[f'{names.OUTCOMES}{{outcome="answered"}}'] == "1.0"
+
+
+async def test_legs_that_run_again_are_no_time_in_the_queue() -> None:
+    records: list[TurnRecord] = []
+    arrivals: list[float] = []
+
+    async def prefill(exchange: Exchange) -> None:
+        arrivals.append(monotonic())
+        await exchange.send_json(200, {"usage": {"prompt_tokens": 900}})
+
+    async with running_rig(prefill=1, decode=1) as rig:
+        rig.router.proxy._observers = (records.append,)
+        rig.behave("prefill", prefill)
+        rig.behave("decode", refuse_guarded)
+        await serve_turn(rig)
+    (record,) = records
+    assert (len(arrivals), record.prefills, record.handovers_lost, record.handed_over) == (2, 2, 1, 1)
+    assert record.admitted_at <= arrivals[0]
+    assert record.prefill_done_at >= arrivals[1]
 
 
 async def test_an_abandoned_handover_is_pending_until_its_client_leaves() -> None:

@@ -77,8 +77,6 @@ _BYTE_BUCKETS: Final = tuple(float(4**power) for power in range(5, 14))
 _BREAKER_VALUES: Final = {"closed": 0, "half_open": 1, "open": 2}
 _PHASES: Final[tuple[Phase, ...]] = ("receive", "queue", "prefill", "decode", "stream")
 
-Path = Literal["bidirectional", "oneway", "direct"]
-
 
 class RouterMetrics:
     """All instruments of a router."""

@@ -12,7 +12,8 @@ from typing import Final, Literal
 from bidikv_runtime.router.observe.record import TurnRecord
 
 Stage = Literal["queue", "prefill", "handover", "first_token", "stream", "answer"]
-"""queue: until it was admitted. prefill: until prefill's answer, a first try that failed included.
+"""queue: until it was admitted, after a try of decode alone if that was refused. prefill: until prefill's answer, the
+last one if the legs ran again.
 Of streams: handover, until decode's head; first_token, until the first byte of its body; stream, until the end.
 Of other answers: answer, the rest."""
 _SUCCESS: Final = range(200, 300)
