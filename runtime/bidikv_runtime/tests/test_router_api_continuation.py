@@ -142,18 +142,30 @@ def test_how_the_bytes_come_does_not_matter(places: list[int], words: list[str])
     assert b"".join(often.feed(piece) for piece in pieces) == once.feed(whole)
 
 
-def test_a_stream_may_break_more_than_once() -> None:
-    built = recorder(CHAT)
-    seen = built.feed(chat_stream(WORDS[:2], "1", done=False))
-    asked = follow_up(built, CHAT)
-    assert (asked["max_tokens"], asked["messages"][1]["content"]) == (18, 'one "two"')
-    second = chat_stream(WORDS[2:4], "2", done=False)
-    seen += Rewriter(built).feed(second + b'data: {"id": "chatcmpl-2", "choi')
-    asked = follow_up(built, CHAT)
-    assert (asked["max_tokens"], asked["messages"][1]["content"]) == (16, 'one "two"\n\nthree é')
-    seen += Rewriter(built).feed(chat_stream(WORDS[4:], "3"))
+@pytest.mark.parametrize("route", ["chat", "completions"])
+def test_a_stream_may_break_more_than_once(route: Route) -> None:
+    request, make = (CHAT, chat_stream) if route == "chat" else (COMPLETIONS, completions_stream)
+    built = recorder(request, route)
+    seen = built.feed(make(WORDS[:2], "1", done=False))
+    asked = follow_up(built, request)
+    assert asked["max_tokens"] == 18
+    # An engine that generates nothing changes nothing.
+    seen += Rewriter(built).feed(make([], "2", done=False))
+    assert follow_up(built, asked) == asked
+    # One that generates two tokens, and breaks within an event.
+    seen += Rewriter(built).feed(make(WORDS[2:4], "3", done=False) + b'data: {"id": "chatcmpl-2", "choi')
+    asked = follow_up(built, asked)
+    said = 'one "two"\n\nthree é'
+    assert asked["max_tokens"] == 16
+    if route == "chat":
+        assert asked["messages"] == [*CHAT["messages"], {"role": "assistant", "content": said}]
+        assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
+    else:
+        assert asked["prompt"] == COMPLETIONS["prompt"] + said
+    seen += Rewriter(built).feed(make(WORDS[4:], "4"))
     assert text_of(seen) == "".join(WORDS)
-    assert {value["id"] for value in values(seen)} == {"chatcmpl-1"}
+    assert len({value["id"] for value in values(seen)}) == 1
+    assert built.tokens == len(WORDS) + 1
 
 
 @pytest.mark.parametrize("each", [False, True])
@@ -180,14 +192,16 @@ def test_tokens_are_counted_as_exactly_as_the_stream_tells() -> None:
 
 
 def test_limits_are_reduced_by_what_was_generated() -> None:
-    request = CHAT | {"max_completion_tokens": 7, "min_tokens": 2}
-    built = recorder(request)
-    built.feed(chat_stream(["a", "b", "c"], done=False))
-    asked = follow_up(built, request)
+    def after_three(request: dict[str, Any]) -> Any:
+        built = recorder(request)
+        built.feed(chat_stream(["a", "b", "c"], done=False))
+        return follow_up(built, request)
+
+    asked = after_three(CHAT | {"max_completion_tokens": 7, "min_tokens": 2})
     assert (asked["max_tokens"], asked["max_completion_tokens"], asked["min_tokens"]) == (17, 4, 0)
-    assert follow_up(built, CHAT | {"max_tokens": 3}) is None
-    unlimited = follow_up(built, {key: value for key, value in CHAT.items() if key != "max_tokens"})
-    assert "max_tokens" not in unlimited
+    assert after_three(CHAT | {"max_tokens": 4})["max_tokens"] == 1
+    assert after_three(CHAT | {"max_tokens": 3}) is None
+    assert "max_tokens" not in after_three({key: value for key, value in CHAT.items() if key != "max_tokens"})
 
 
 def test_before_the_first_token_the_request_stays_the_same() -> None:

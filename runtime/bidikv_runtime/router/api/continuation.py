@@ -176,6 +176,11 @@ class Recorder:
         self._route = route
         self._per_event = per_event
         self._text: list[str] = []
+        """Since the last follow-up, as are its characters."""
+        self._asked_tokens = 0
+        """Those that the last follow-up took into account."""
+        self._asked = False
+        """The last follow-up's messages end with a partial answer."""
         self._characters = 0
         self._events = _Events()
         self._finished = False
@@ -273,10 +278,10 @@ class Recorder:
         return b"data: [DONE]\n\n" if self.continuable and self._finished and not self._done else b""
 
     def build_follow_up(self, body: Buffer, fields: Fields) -> list[Buffer] | None:
-        """The request for the rest of the answer, in the place of the client's.
+        """The request for the rest of the answer.
 
         Args:
-            body: the client's.
+            body: of the request whose stream broke: the client's, or the last follow-up.
             fields: its top-level values.
 
         Returns:
@@ -286,28 +291,35 @@ class Recorder:
             return None
         self._events.flush()
         self.release()
-        text = "".join(self._text)
-        if not text and not self.tokens:
+        text, generated = "".join(self._text), self.tokens - self._asked_tokens
+        if not text and not generated:
             return [body]
         override: dict[str, bytes] = {}
         for key in ("max_tokens", "max_completion_tokens"):
             if (limit := _read_count(fields, key)) is not None:
-                if limit <= self.tokens:
+                if limit <= generated:
                     return None
-                override[key] = b"%d" % (limit - self.tokens)
+                override[key] = b"%d" % (limit - generated)
         if least := _read_count(fields, "min_tokens"):
-            override["min_tokens"] = b"%d" % max(0, least - self.tokens)
+            override["min_tokens"] = b"%d" % max(0, least - generated)
+        self._text.clear()
+        self._asked_tokens = self.tokens
         if not text:
             return splice(fields, (), override)
         encoded = msgspec.json.encode(text)
-        if self._route == "chat":
-            override |= {"add_generation_prompt": b"false", "continue_final_message": b"true"}
-            key, added = "messages", b',{"role":"assistant","content":%b}]' % encoded
+        key = "messages" if self._route == "chat" else "prompt"
+        history = memoryview(fields[key])
+        if self._route == "completions":
+            history, added = history[:-1], encoded[1:]
+        elif self._asked:
+            history, added = history[: -len(b'"}]')], encoded[1:] + b"}]"
         else:
-            key, added = "prompt", encoded[1:]
+            override |= {"add_generation_prompt": b"false", "continue_final_message": b"true"}
+            history, added = history[:-1], b',{"role":"assistant","content":%b}]' % encoded
+        self._asked = True
         *pieces, last = splice(fields, (key,), override)
         start = bytes(last)[:-1] + (b',"%b":' if len(last) > 2 else b'"%b":') % key.encode("ascii")
-        return [*pieces, start, memoryview(fields[key])[:-1], added + b"}"]
+        return [*pieces, start, history, added + b"}"]
 
 
 class Rewriter:
