@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from bidikv_runtime.router.api.session import (
     Identity,
     build_response_id,
-    derive_session,
     identify,
     iterate_elements,
     parse_response_id,
 )
-from bidikv_runtime.router.api.splice import parse_fields
+from bidikv_runtime.router.api.splice import Fields, parse_fields
 from bidikv_runtime.router.api.tenant import compute_cache_salt, compute_tenant
 from bidikv_runtime.router.http.http1 import Headers
 
@@ -35,6 +34,10 @@ def who(body: dict[str, Any], headers: Headers | None = None, **dumps: Any) -> I
 
 def session(body: dict[str, Any], headers: Headers | None = None, **dumps: Any) -> bytes:
     return who(body, headers, **dumps).session
+
+
+def derived(fields: Fields) -> bytes:
+    return identify([], fields, b"").session
 
 
 def chat(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
@@ -226,14 +229,14 @@ def test_a_completions_prompt_is_known_by_its_beginning() -> None:
 @pytest.mark.parametrize("messages", ["1", '"text"', "{}", "[]", "[1, null]", '[{"role": 5}]', '[{"role":"user"'])
 def test_odd_messages_never_raise(messages: str) -> None:
     raw = msgspec.Raw(messages.encode())
-    assert derive_session([], {"messages": raw}) == derive_session([], {"messages": raw})
+    assert derived({"messages": raw}) == derived({"messages": raw})
 
 
 @pytest.mark.parametrize("value", ["1", "true", '["a"]', '{"a": 1}'])
 def test_a_session_id_that_is_not_text_still_names_one(value: str) -> None:
     fields = parse_fields(f'{{"session_id": {value}, "messages": []}}'.encode())
     other = parse_fields(f'{{"session_id": {value}, "messages": [1]}}'.encode())
-    assert derive_session([], fields) == derive_session([], other)
+    assert derived(fields) == derived(other)
 
 
 json_values = st.recursive(
@@ -263,4 +266,4 @@ def test_of_a_long_history_only_the_opening_is_read() -> None:
     # Invalid JSON behind the first user message: a full scan would trip over it.
     user = b'{"role":"user","content":"%b"}' % (b"x" * 20_000)
     whole, broken = msgspec.Raw(b"[%b]" % user), msgspec.Raw(b'[%b,"unterminated' % user)
-    assert derive_session([], {"messages": broken}) == derive_session([], {"messages": whole})
+    assert derived({"messages": broken}) == derived({"messages": whole})

@@ -1,1 +1,1 @@
-"""What requests, answers and errors of the OpenAI API mean to a router; pure."""
+"""What requests, answers and errors of the APIs (OpenAI's, Anthropic's) mean to a router; pure."""

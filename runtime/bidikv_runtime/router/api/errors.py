@@ -117,8 +117,3 @@ def build_error_event(route: Route, error: ApiError, carried: bytes = b"") -> by
     elif route == "messages":
         name = b"event: error\n"
     return b"\n\n" + name + b"data: " + msgspec.json.encode(document) + b"\n\n"
-
-
-def build_stream_error(sentence: str) -> bytes:
-    """:func:`build_error_event` for a chat whose decode engine broke off."""
-    return build_error_event("chat", ApiError(502, sentence))

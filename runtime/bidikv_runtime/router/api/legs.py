@@ -374,8 +374,3 @@ def parse_prefill_answer(answer: Buffer) -> PrefillAnswer:
     listed = bytes(memoryview(ids)[:_PEEK_BYTES]).translate(None, b" \t\r\n")
     is_list = listed[:1] == b"[" and listed[1:2].isdigit()
     return PrefillAnswer(tokens if tokens > 0 else None, cached, ids.copy() if is_list else None)
-
-
-def parse_prefilled(answer: Buffer) -> int | None:
-    """Prompt tokens that a prefill leg's answer reports; None when it reports none."""
-    return parse_prefill_answer(answer).prompt_tokens

@@ -120,11 +120,6 @@ def identify(headers: Headers, fields: Fields, body: bytes | bytearray) -> Ident
     return Identity(session, tenant, named, not follows and is_first_turn(fields, body))
 
 
-def derive_session(headers: Headers, fields: Fields) -> bytes:
-    """The session's key alone (:attr:`Identity.session`)."""
-    return identify(headers, fields, b"").session
-
-
 def is_first_turn(fields: Fields, body: bytes | bytearray) -> bool:
     """Whether the request's messages hold no answer yet; 10 us for 32 KB without one, else less."""
     if "messages" in fields:
