@@ -167,7 +167,7 @@ class Reply:
         Args:
             connection: the exchange.
             head: of its answer.
-            rewriter: sees and changes the body of a stream of events.
+            rewriter: sees and changes the body of a stream of events, which ends with :meth:`end_events` only.
 
         Raises:
             UpstreamError: the answer broke off. Say so with :meth:`end_broken`, or go on with another one.
@@ -211,7 +211,7 @@ class Reply:
                 prefix = b""
             sink = write_first if math.isnan(record.first_byte_at) else write
             await connection.relay(sink, decoded=own_chunks or self._http10, prefix=prefix)
-            if own_chunks:
+            if own_chunks and rewriter is None:
                 client.write(LAST_CHUNK)
         finally:
             record.chunks += connection.pieces
@@ -236,6 +236,12 @@ class Reply:
         carried = bytes(body) if len(body) <= _ERROR_BYTES else b""
         self._write_chunk(build_error_event(self._record.route, error, carried))
         self._client.write(LAST_CHUNK)
+
+    def end_events(self, tail: bytes) -> None:
+        """End a stream that was relayed through a rewriter; ``tail`` is sent before."""
+        if self._framing == "own":
+            self._write_chunk(tail)
+            self._client.write(LAST_CHUNK)
 
     def end_broken(self, connection: UpstreamConnection, sentence: str) -> None:
         """End an answer that broke off: a stream of events says so, anything else can only be cut off.

@@ -26,6 +26,7 @@ from typing import Final
 
 from bidikv_runtime.contract import PATH_HEADER, RouterConfig
 from bidikv_runtime.router.admission import Admission
+from bidikv_runtime.router.api.continuation import Recorder, Rewriter
 from bidikv_runtime.router.api.errors import ApiError
 from bidikv_runtime.router.api.legs import (
     PrefillAnswer,
@@ -50,11 +51,11 @@ from bidikv_runtime.router.choice.path import Decision, TurnFacts
 from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.http1 import ResponseHead, finish_request_head
-from bidikv_runtime.router.http.upstream import AnswerTimedOut, UpstreamConnection, UpstreamError
+from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectionLost, UpstreamConnection, UpstreamError
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.metrics import Leg, RetryReason, RouterMetrics
 from bidikv_runtime.router.observe.record import Path, TurnRecord
-from bidikv_runtime.router.reply import Reply, Rewriter
+from bidikv_runtime.router.reply import Reply
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ _RETRIED_STATUS: Final = frozenset({500, 502, 503, 504})
 _SUCCESS: Final = range(200, 300)
 _MOST_TRIES: Final = 3
 """Of one leg, on different engines."""
+_MOST_CONTINUED: Final = 3
+"""How often one stream may go on elsewhere."""
 
 
 @dataclass(slots=True)
@@ -79,6 +82,12 @@ class Turn:
     identity: Identity | None = None
     decode: list[Endpoint] = field(default_factory=list)
     """In the order to try."""
+
+    @property
+    def engine(self) -> Endpoint:
+        """The decode engine that was asked last."""
+        return next(e for e in self.decode if e.address == self.record.decode)
+
     decision: Decision | None = None
     work: Work | None = None
     """At the decode engine that is to answer."""
@@ -88,8 +97,8 @@ class Turn:
     handover_lost: bool = False
     repeated: bool = False
     """Both legs were sent again because the only decode engine failed."""
-    rewriter: Rewriter | None = None
-    """Follows a stream that may have to go on elsewhere, or makes another one of it."""
+    recorder: Recorder | None = None
+    """Follows a stream that may have to go on elsewhere."""
 
 
 class Turns:
@@ -142,6 +151,8 @@ class Turns:
             turn.reply.expect_events()
         salt = compute_cache_salt(identity.tenant, fields) if self._config.cache_salt_by_tenant else None
         response_id = build_response_id(identity.session) if record.route == "responses" else ""
+        if self._config.continue_streams and turn.recorder is None and wants_events(fields):
+            turn.recorder = Recorder.build(record.route, fields)
         turn.guarded = False
         if not needs_prefill(fields, record.route):
             turn.decision = None
@@ -381,16 +392,27 @@ class Turns:
         reply.on_first_byte = lambda: self._note_first_byte(turn)
         if self._config.debug:
             reply.extra = [(_PATH_HEADER, record.path.encode("ascii"))]
-        if turn.rewriter is None:
+        recorder = turn.recorder
+        if recorder is None:
             client.release_body(turn.request)
         try:
-            await reply.relay(connection, head, turn.rewriter)
+            await reply.relay(connection, head, Rewriter(recorder) if recorder and record.continued else recorder)
         except UpstreamError as error:
             logger.warning("The answer of %s broke off: %s", connection.endpoint.address, error)
-            if self._continue(turn):
-                return False
+            if isinstance(error, ConnectionLost):
+                self._fleet.note_failure(turn.engine, "broken")
+            if recorder is not None:
+                if ending := recorder.build_ending():
+                    reply.end_events(ending)
+                    return True
+                if self._continue(turn, recorder):
+                    return False
             reply.end_broken(connection, "The decode engine broke off its answer; send the request again.")
             return True
+        if recorder is not None:
+            if recorder.failed and self._continue(turn, recorder):
+                return False
+            reply.end_events(recorder.release())
         if head.status in _SUCCESS:
             self._note_turn(turn)
         return True
@@ -401,13 +423,21 @@ class Turns:
             return
         if decision.path == "local":
             self._fleet.note_local(record.session, refused=False)
-        endpoint = next((e for e in turn.decode if e.address == record.decode), None)
-        if endpoint is not None:
-            self._fleet.note_turn(record.session, endpoint, record.body_bytes, record.prompt_tokens or None)
+        self._fleet.note_turn(record.session, turn.engine, record.body_bytes, record.prompt_tokens or None)
 
-    def _continue(self, turn: Turn) -> bool:
+    def _continue(self, turn: Turn, recorder: Recorder) -> bool:
         """Whether a broken stream goes on elsewhere; the turn's body is then what is left to do."""
-        return False
+        request, record = turn.request, turn.record
+        if record.continued >= _MOST_CONTINUED:
+            return False
+        follow_up = recorder.build_follow_up(request.body, check_fields(request.body))
+        if follow_up is None or not self._budget.withdraw():
+            return False
+        logger.info("Going on with the answer of %s on another engine", turn.engine.address)
+        request.body = b"".join(follow_up)
+        record.continued += 1
+        turn.local_refused = turn.handover_lost = turn.repeated = False
+        return True
 
     def _note_first_byte(self, turn: Turn) -> None:
         """A streamed answer's first byte went out."""
