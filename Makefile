@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 export UV_SYSTEM_CERTS := 1
 UV := $(or $(BIDIKV_CACHE),$(HOME)/.cache/bidikv)/tools/bin/uv
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cluster test-engine bench-kv soak-kv lint format generate constraints images engine \
+.PHONY: help setup demo test test-unit test-cluster test-engine bench-kv bench-router soak-kv lint format generate constraints images engine \
         cluster-up cluster-down cluster-status clean
 
 help:  ## Show the targets
@@ -45,6 +45,9 @@ test-engine: engine  ## Tests on real vLLM engines as host processes
 
 bench-kv: engine  ## Time to first token by turn, beside a monolith and upstream's connector (40 minutes)
 	@$(PYTHON) -m e2e.bench.kv $(ARGUMENTS)
+
+bench-router: setup  ## The router beside vllm-router, on one core each: speed, CPU, memory (30 minutes)
+	@$(PYTHON) -m e2e.bench.router $(ARGUMENTS)
 
 MINUTES := 10
 soak-kv: engine  ## The KV protocol under kills, freezes, aborts and evictions; every answer is checked (MINUTES=10)
