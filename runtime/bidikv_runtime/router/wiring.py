@@ -66,6 +66,7 @@ class Router:
         )
         self.server = Server(loop, self.proxy.serve, limits, deadlines, self.proxy.refuse)
         self.metrics.buffered_bytes.set_function(lambda: self.server.buffered)
+        self.metrics.prefill_slots.set_function(lambda: self.proxy.admission.active)
         self.metrics.queued.set_function(lambda: self.proxy.admission.queued)
         self.metrics.read_engines = self.fleet.describe
         self._poller = ReportPoller(self.fleet, self.pool, limits, token or TokenFile(None))

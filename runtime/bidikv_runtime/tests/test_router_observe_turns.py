@@ -34,11 +34,12 @@ async def serve_turn(rig: Rig, headers: dict[str, str] | None = None) -> None:
         await response.read()
 
 
-async def start_turn(rig: Rig) -> asyncio.StreamWriter:
+async def start_turn(rig: Rig, tenant: str = "t") -> asyncio.StreamWriter:
     """A turn whose client can leave."""
-    body = json.dumps(TURN).encode()
+    body = json.dumps(TURN)
     _, writer = await rig.connect()
-    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(body), body))
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: {tenant}\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write((head + body).encode())
     return writer
 
 
@@ -158,9 +159,9 @@ async def test_no_debug_pages_unless_asked_for() -> None:
 
 
 @contextlib.asynccontextmanager
-async def running_narrow(queue_seconds: float) -> AsyncIterator[Rig]:
+async def running_narrow(queue_seconds: float, max_queued: int = 1) -> AsyncIterator[Rig]:
     """A router that lets one prefill leg run, which hangs, and one turn wait."""
-    limits = Limits(max_prefills_per_engine=1, max_queued=1, queue_seconds=queue_seconds)
+    limits = Limits(max_prefills_per_engine=1, max_queued=max_queued, queue_seconds=queue_seconds)
     async with running_rig(prefill=1, decode=1, limits=limits) as rig:
         rig.behave("prefill", hang)
         await start_turn(rig)
@@ -182,6 +183,19 @@ async def test_a_turn_waits_until_prefill_is_free(narrow: Rig) -> None:
     narrow.writers[0].transport.abort()
     await asyncio.wait_for(second, WAIT_SECONDS)
     assert f"{names.QUEUED} 0.0" in await narrow.metrics()
+
+
+async def test_a_tenants_burst_does_not_delay_another() -> None:
+    async with running_narrow(queue_seconds=10 * WAIT_SECONDS, max_queued=4) as rig:
+        for place, tenant in enumerate(("a", "a", "a", "b"), start=1):
+            await start_turn(rig, tenant)
+            await until_metric(rig, f"{names.QUEUED} {place}.0")
+        rig.behave("prefill", rig.answer)
+        rig.writers[0].transport.abort()
+        await asyncio.wait_for(rig.prefill[0].wait_for_exchange(5), WAIT_SECONDS)
+        tenants = [exchange.header("authorization") for exchange in rig.exchanges("prefill")]
+        assert tenants == ["t", "a", "b", "a", "a"]
+        await until_metric(rig, f"{names.PREFILL_SLOTS} 0.0")
 
 
 async def test_a_full_queue_is_429(narrow: Rig) -> None:

@@ -50,6 +50,7 @@ HANDOVERS_LOST: Final = "bidikv_router_handovers_lost_total"
 HANDOVERS_PENDING: Final = "bidikv_router_handovers_pending"
 UNANNOUNCED: Final = "bidikv_router_prefills_unannounced_total"
 LOCAL_REFUSALS: Final = "bidikv_router_local_refusals_total"
+PREFILL_SLOTS: Final = "bidikv_router_prefill_slots_used"
 QUEUED: Final = "bidikv_router_queued"
 QUEUE_REFUSALS: Final = "bidikv_router_queue_refusals_total"
 IN_FLIGHT: Final = "bidikv_router_requests_in_flight"
@@ -171,6 +172,7 @@ class RouterMetrics:
         self.in_flight = gauge(IN_FLIGHT, "Requests in flight.")
         self.in_flight.set_function(lambda: len(self._live))
         self.buffered_bytes = gauge(BUFFERED_BYTES, "Bytes of request bodies held.")
+        self.prefill_slots = gauge(PREFILL_SLOTS, "Turns that were admitted to a prefill engine and are there.")
         self.queued = gauge(QUEUED, "Turns that wait for a prefill engine.")
         gauge(
             HANDOVERS_PENDING, "Prefill legs that succeeded and whose decode engine has not begun to answer."
