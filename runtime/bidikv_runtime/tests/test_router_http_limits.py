@@ -84,6 +84,30 @@ async def test_a_flood_behind_a_request_is_cut_off() -> None:
         assert waiting.left.is_set()
 
 
+async def test_an_application_may_drop_a_client_that_sent_ahead() -> None:
+    arrived, go_on, served = asyncio.Event(), asyncio.Event(), 0
+
+    async def drop(request: Request, client: ClientConnection) -> None:
+        nonlocal served
+        served += 1
+        arrived.set()
+        await go_on.wait()
+        client.abort()
+
+    for ahead in (GET, GET * 40_000):
+        async with running_server(drop) as running, asyncio.timeout(WAIT_SECONDS):
+            reader, writer = await running.connect()
+            writer.write(GET + ahead)
+            await arrived.wait()
+            go_on.set()
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            await until_gone(running)
+        arrived.clear()
+        go_on.clear()
+    assert served == 2
+
+
 # --- bodies ---
 
 
@@ -136,6 +160,28 @@ async def test_a_body_that_comes_byte_by_byte_is_refused_though_never_silent() -
         task = asyncio.create_task(trickle())
         assert (await read_response(reader))[0] == 408
         task.cancel()
+
+
+@pytest.mark.parametrize(
+    "framing", [b"1;%b\r\nx\r\n" % (b"e" * 1000) * 100, b"1\r\nx\r\n0\r\n" + b"trailer: x\r\n" * 10_000]
+)
+async def test_a_chunked_body_that_is_nearly_all_framing_is_refused(framing: bytes) -> None:
+    async with running_server() as running:
+        reader, writer = await running.connect()
+        writer.write(POST + b"transfer-encoding: chunked\r\n\r\n" + framing)
+        status, headers, body = await read_response(reader)
+        assert (status, headers["connection"]) == (400, "close")
+        assert b"nearly all framing" in body
+
+
+async def test_chunks_of_one_byte_are_allowed() -> None:
+    body = bytes(range(256)) * 512
+    async with running_server() as running:
+        reader, writer = await running.connect()
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        writer.write(POST + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        status, _, received = await read_response(reader)
+        assert (status, received) == (200, body)
 
 
 async def test_only_progress_gives_a_body_more_time() -> None:

@@ -374,7 +374,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def _finish(self) -> None:
         """The response is written: take the next request or close."""
-        if self._closed or self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             return
         self.deadline = monotonic() + self._limits.keep_alive_seconds
         if self._dropped:

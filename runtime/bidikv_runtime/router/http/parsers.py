@@ -19,7 +19,8 @@ from bidikv_runtime.router.api.errors import ApiError
 from bidikv_runtime.router.http.http1 import Headers, RequestHead, ResponseHead
 
 _CHUNK_OVERHEAD: Final = 8
-"""Raw bytes per body byte that a chunked body may cost: one-byte chunks cost 6."""
+_CHUNK_ALLOWANCE: Final = 64 * 1024
+"""Raw bytes that a chunked body may cost: this many per byte of it (chunks of one byte cost 6), and so many more."""
 _VERSIONS: Final = {"1.1": False, "1.0": True}
 _REASON: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 _CHUNKED_ANSWER: Final = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -112,7 +113,7 @@ class RequestParser:
         """Decode more of a chunked body; true once it is complete.
 
         Raises:
-            ApiError: 400 for broken framing, 413 when the body (or its framing) is larger than ``limit`` allows.
+            ApiError: 400 for broken or excessive framing, 413 when the body is larger than ``limit``.
         """
         self._raw_bytes += len(data)
         self._recent = _keep_recent(self._recent, data)
@@ -122,8 +123,10 @@ class RequestParser:
             if not self.complete:
                 raise ApiError(400, f"The chunked request body is malformed: {error}.", close=True) from error
             self.followed = True
-        if len(self.body) > limit or self._raw_bytes > _CHUNK_OVERHEAD * limit:
+        if len(self.body) > limit:
             raise build_too_large(limit)
+        if self._raw_bytes > _CHUNK_OVERHEAD * len(self.body) + _CHUNK_ALLOWANCE:
+            raise ApiError(400, "The chunked request body is nearly all framing; send larger chunks.", close=True)
         if self.complete:
             self._parser = None
             self.followed = self.followed or not _ends_body(self._recent)
