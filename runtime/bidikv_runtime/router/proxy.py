@@ -33,7 +33,8 @@ from bidikv_runtime.router.observe.metrics import RouterMetrics
 from bidikv_runtime.router.observe.record import Path, TurnRecord
 from bidikv_runtime.router.observe.trace_context import TRACEPARENT, start_trace
 from bidikv_runtime.router.reply import Reply
-from bidikv_runtime.router.turn import Turn, Turns, explain_failure
+from bidikv_runtime.router.turn import Turn, explain_failure
+from bidikv_runtime.router.turns import Turns
 
 logger = logging.getLogger(__name__)
 
