@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import ssl
 from pathlib import Path
@@ -11,11 +12,14 @@ from pathlib import Path
 import pytest
 import trustme
 
+from bidikv_runtime.contract import RouterConfig
+from bidikv_runtime.router.choice.endpoints import Pools
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.http1 import build_local_response
 from bidikv_runtime.router.http.tls import CERTIFICATE_FILE, KEY_FILE, Certificate, TlsError
 from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.tests.router_engine import WAIT_SECONDS
+from bidikv_runtime.router.wiring import Router
+from bidikv_runtime.tests.router_engine import WAIT_SECONDS, hang, running_engines
 from bidikv_runtime.tests.router_rig import read_response
 from bidikv_runtime.tests.router_server import Waiting, running_server
 
@@ -75,6 +79,33 @@ async def test_a_client_that_leaves_is_noticed_at_once(authority: trustme.CA, fo
         else:
             writer.transport.abort()
         await waiting.left.wait()
+
+
+async def test_a_turn_through_the_whole_router(authority: trustme.CA, folder: Path) -> None:
+    history = {"role": "user", "content": "x" * 1_000_000}
+    turn = json.dumps({"model": "m", "messages": [history], "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(turn)
+    async with running_engines(2) as [prefill, decode], asyncio.timeout(3 * WAIT_SECONDS):
+        config = RouterConfig("", "", "", "m", local_limit_tokens=0, tls_dir=str(folder))
+        router = Router(config, Limits())
+        router.take_pools(Pools((prefill.endpoint,), (decode.endpoint,)))
+        port = await router.listen("127.0.0.1", 0)
+        try:
+            reader, writer = await connect(authority, port)
+            for _ in range(2):  # the connection is kept
+                writer.write(head + turn)
+                received = await reader.readuntil(b"0\r\n\r\n")
+                assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+                assert b"[DONE]" in received
+            assert decode.exchanges[1].json["messages"] == [history]
+
+            prefill.behave = hang
+            writer.write(head + turn)
+            exchange = await prefill.wait_for_exchange(3)
+            writer.transport.abort()
+            await exchange.wait_closed_by_router()
+        finally:
+            await router.close()
 
 
 async def test_a_refused_client_reads_why(authority: trustme.CA, folder: Path) -> None:

@@ -53,7 +53,6 @@ class Server:
         self.draining = False
         self._deadlines = deadlines
         self._listener: asyncio.Server | None = None
-        self._certificate: Certificate | None = None
 
     async def listen(self, host: str, port: int, certificate: Certificate | None = None) -> int:
         """Start to accept; returns the port (for port 0, the one that was chosen).
@@ -61,14 +60,11 @@ class Server:
         Args:
             host: address to listen on.
             port: TCP port.
-            certificate: serve HTTPS with it.
+            certificate: serve HTTPS with it; whoever calls lets it follow changes.
 
         Raises:
             OSError: the address cannot be used.
         """
-        if certificate is not None:
-            self._certificate = certificate
-            certificate.watch(self.loop)
         self._listener = await self.loop.create_server(
             lambda: ClientConnection(self),
             host,
@@ -121,8 +117,6 @@ class Server:
 
     async def close(self) -> None:
         """Stop at once."""
-        if self._certificate is not None:
-            self._certificate.close()
         if self._listener is not None:
             self._listener.close()
         for connection in list(self.connections):
