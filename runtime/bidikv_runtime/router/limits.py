@@ -41,11 +41,10 @@ class Limits:
     decode_first_byte_seconds: float = _limit(3600.0, "wait for decode's head (not streamed: the whole generation)")
     decode_idle_seconds: float = _limit(600.0, "longest silence within decode's answer")
     comment_seconds: float = _limit(15.0, "silence of a stream of events after which a comment is sent; 0 for never")
-    token_ids_from: int = _limit(0, "prompt tokens from which decode is given prefill's token ids; 0 for never")
+    token_ids_from: int = _limit(512, "prompt tokens from which decode is given prefill's token ids; 0 for never")
     upstream_idle_seconds: float = _limit(
         4.0, "how long an idle engine connection is kept; must stay below the 5 s at which uvicorn closes it"
     )
-    suspect_seconds: float = _limit(5.0, "how long an engine that refused a connection is chosen last")
     spill_floor: int = _limit(8, "unfinished requests up to which a decode engine keeps all of its sessions")
     warm_seconds: float = _limit(30.0, "over which a decode engine that joins is given its full share of new sessions")
     zone_margin_seconds: float = _limit(0.25, "how much sooner prefill in another zone must begin to be chosen")

@@ -394,6 +394,35 @@ async def test_without_debug_the_header_means_nothing(rig: Rig) -> None:
         assert response.status == 404
 
 
+# --- what prefill has tokenised, decode need not ---
+
+
+@pytest.mark.parametrize(
+    ("text", "extra", "given"),
+    [
+        ("What is the meaning of all this? " * 120, {}, True),
+        ("What is the meaning of all this? " * 120, {"return_prompt_text": True}, False),
+        ("Short.", {}, False),
+    ],
+)
+async def test_decode_is_given_the_tokens_of_a_long_chat(
+    rig: Rig, text: str, extra: dict[str, Any], given: bool
+) -> None:
+    async def prefill(exchange: Exchange) -> None:
+        document: dict[str, Any] = {"usage": {"prompt_tokens": 900}}
+        if exchange.json.get("return_token_ids"):
+            document["prompt_token_ids"] = [*range(900)]
+        await exchange.send_json(200, document)
+
+    rig.behave("prefill", prefill)
+    async with rig.http.post(CHAT, json={**turn(True, text), **extra}) as response:
+        await response.read()
+    sent = rig.sole_exchange("decode").json
+    assert sent["kv_transfer_params"].get("prompt_token_ids") == ([*range(900)] if given else None)
+    assert "return_token_ids" not in sent
+    assert ("return_token_ids" in rig.sole_exchange("prefill").json) is given
+
+
 # --- models ---
 
 

@@ -204,9 +204,10 @@ def may_reuse_tokens(fields: Fields, route: Route) -> bool:
     """Whether decode can take prefill's tokens instead of rendering the messages (``contract.TOKEN_IDS_PARAM``).
 
     vLLM does so for chats; messages with more than text it renders again, whatever it is given (and to look for these
-    here would cost as much as it saves). ``documents`` are left out, since a parser may read them besides.
+    here would cost as much as it saves). ``documents`` are left out, since a parser may read them besides, and
+    ``return_prompt_text``, which a prompt that was not rendered has none of.
     """
-    return route == "chat" and not is_set(fields, "documents")
+    return route == "chat" and not is_set(fields, "documents") and not is_set(fields, "return_prompt_text")
 
 
 def wants_events(fields: Fields) -> bool:
