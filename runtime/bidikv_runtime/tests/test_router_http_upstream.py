@@ -132,7 +132,10 @@ async def test_a_head_goes_out_with_what_is_already_there(
         (CHUNKED + b"3\r\na\nb\r\n", True, False, False),
         (ENDLESS + b"a\n", False, False, True),
         (ENDLESS + b"a", False, False, False),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na\n", False, False, False),  # nothing may be added to a length
+        (ENDLESS, False, False, True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n", False, False, False),  # nothing may be added to a length
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na\n", False, False, False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na\n", True, False, True),  # relayed in the router's framing
     ],
 )
 async def test_where_something_may_be_added(wire: Wire, answer: bytes, decoded: bool, chunk: bool, line: bool) -> None:

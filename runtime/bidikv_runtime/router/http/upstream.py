@@ -95,6 +95,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Bytes that are not parsed yet: of the head, or of a body that nobody relays yet."""
         self._head: ResponseHead | None = None
         self._parser: ResponseParser | None = None
+        self._decoded = False
         self._left = -1
         self._complete = False
         self._error: UpstreamError | None = None
@@ -155,6 +156,7 @@ class UpstreamConnection(asyncio.Protocol):
         """
         head = self._head
         assert head is not None
+        self._decoded = decoded
         if decoded and head.chunked:
             self._parser = DecodingParser()
         data, self._received = self._received, b""
@@ -195,20 +197,16 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def at_chunk_boundary(self) -> bool:
         """Whether a chunk of the router's own may follow what was relayed so far of a chunked body."""
-        parser = self._parser
-        if parser is None or isinstance(parser, DecodingParser) or self._head is None or not self._head.chunked:
+        if self._decoded or self._parser is None or self._head is None or not self._head.chunked:
             return False
-        return not parser.in_chunk and (not self.pieces or self._last_piece.endswith(b"\r\n"))
+        return not self._parser.in_chunk and (not self.pieces or self._last_piece.endswith(b"\r\n"))
 
     @property
     def at_line_start(self) -> bool:
         """Whether a line of the router's own may follow what was relayed so far, in whatever framing it was relayed."""
-        if not self.pieces:
-            return True
         if self.at_chunk_boundary:
-            return self._last_piece.endswith(b"\n\r\n")
-        unframed = self.ends_with_connection or isinstance(self._parser, DecodingParser)
-        return unframed and self._last_piece.endswith(b"\n")
+            return not self.pieces or self._last_piece.endswith(b"\n\r\n")
+        return (self._decoded or self.ends_with_connection) and (not self.pieces or self._last_piece.endswith(b"\n"))
 
     def release(self) -> None:
         """End the exchange: keep the connection if its answer was complete, else close it."""
