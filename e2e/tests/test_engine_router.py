@@ -33,9 +33,9 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 
 @pytest_asyncio.fixture
 async def router(deployment: Deployment) -> AsyncIterator[RouterProcess]:
-    """A router in front of P and D."""
+    """A router in front of P and D; its turns have two legs, however short they are."""
     p, d = (Endpoint(HOST, client.engine.port, client.engine.lookup_port) for client in (deployment.p, deployment.d))
-    async with running_router([p], [d]) as running:
+    async with running_router([p], [d], "--local-limit-tokens", "0") as running:
         yield running
 
 
