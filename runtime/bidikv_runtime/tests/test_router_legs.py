@@ -267,6 +267,8 @@ def test_who_may_be_refused(route: Route, body: dict[str, Any], expected: bool) 
         ("chat", {"messages": []}, True),
         ("chat", {"messages": [], "documents": [{"text": "d"}]}, False),
         ("chat", {"messages": [], "documents": None}, True),
+        ("chat", {"messages": [], "return_prompt_text": True}, False),
+        ("chat", {"messages": [], "return_token_ids": True}, True),
         ("completions", {"prompt": "p"}, False),
         ("responses", {"input": "p"}, False),
     ],

@@ -218,7 +218,7 @@ class Recorder:
         return bool(self._held)
 
     def release(self) -> bytes:
-        """What was held back, to be sent (or dropped, when the stream goes on elsewhere)."""
+        """What was held back, to be sent; a :class:`Rewriter` drops it, since its stream goes on."""
         held, self._held = self._held, []
         return b"".join(held)
 
@@ -290,7 +290,6 @@ class Recorder:
         if not self.continuable or self._finished:
             return None
         self._events.flush()
-        self.release()
         text, generated = "".join(self._text), self.tokens - self._asked_tokens
         if not text and not generated:
             return [body]
@@ -326,6 +325,7 @@ class Rewriter:
     """Makes the stream of a follow-up one with what ``recorder`` has seen."""
 
     def __init__(self, recorder: Recorder) -> None:
+        recorder.release()
         self._recorder = recorder
         self._events = _Events()
         self._before = recorder.tokens
