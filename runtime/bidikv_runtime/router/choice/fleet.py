@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
 from bidikv_runtime.contract import EngineReport, RouterConfig
 from bidikv_runtime.router.choice.breaker import Breaker, BreakerLimits, Failure
-from bidikv_runtime.router.choice.budget import RetryBudget as RetryBudget
 from bidikv_runtime.router.choice.costs import Overheads, TokensPerByte
 from bidikv_runtime.router.choice.decode import compute_capacity, compute_tier, order_decode
 from bidikv_runtime.router.choice.endpoints import Endpoint, Pools, Role, is_ready
@@ -481,26 +479,3 @@ class Fleet:
             )
             for engine in (*self._prefill.values(), *self._decode.values())
         ]
-
-    # --- until proxy.py has moved over ---
-
-    def suspect(self, endpoint: Endpoint) -> None:
-        self.note_failure(endpoint, "connect")
-
-    def clear(self, endpoint: Endpoint) -> None:
-        self.note_success(endpoint)
-
-    def suspects(self) -> frozenset[str]:
-        return frozenset(engine.endpoint.address for engine in self._unwell)
-
-    @property
-    def outstanding(self) -> dict[str, int]:
-        return {address: engine.queued_tokens for address, engine in self._prefill.items()}
-
-    @contextmanager
-    def working(self, endpoint: Endpoint, prompt_bytes: int) -> Iterator[None]:
-        work = self.prefilling(endpoint, prompt_bytes)
-        try:
-            yield
-        finally:
-            work.end()
