@@ -62,6 +62,7 @@ class Exchanges:
         fresh = False
         while True:
             connection: UpstreamConnection | None = None
+            began = self._fleet.now()
             try:
                 connection = await self._pool.acquire(endpoint, fresh=fresh)
                 answer = await connection.send(
@@ -87,5 +88,5 @@ class Exchanges:
             if answer.status in ENGINE_FAULTS:
                 self._fleet.note_failure(endpoint, "status")
             else:
-                self._fleet.note_success(endpoint)
+                self._fleet.note_success(endpoint, began)
             return connection, answer

@@ -35,7 +35,7 @@ def test_what_opens_and_closes_it(events: tuple[str, ...], state: str) -> None:
     one = breaker()
     for event in events:
         if event == "success":
-            one.note_success(0.0)
+            one.note_success(0.0, 0.0)
         else:
             one.note_failure(event, 0.0)  # type: ignore[arg-type]
     assert one.state == state
@@ -63,11 +63,11 @@ def test_an_engine_that_fails_right_after_it_came_back_goes_on_where_it_was() ->
     one = breaker()
     for _ in range(3):
         one.note_failure("connect", 10.0)
-        one.note_success(10.0)
+        one.note_success(10.0, 10.0)
     one.note_failure("connect", 11.0)
     assert not one.take_probe(11.0 + 7.9)
     assert one.take_probe(11.0 + 8 * 1.25)
-    one.note_success(20.0)
+    one.note_success(20.0, 20.0)
     one.note_failure("connect", 20.0 + 31.0)  # a calm time lies between
     assert one.take_probe(51.0 + 1.25)
 
@@ -90,13 +90,24 @@ def test_failures_of_requests_under_way_do_not_prolong_a_pause() -> None:
     assert one.state == "half_open"
 
 
+def test_a_late_answer_does_not_close_it() -> None:
+    rig = FleetRig([prefill(1), prefill(2)], [decode(1)])
+    began = rig.now
+    rig.now += 1
+    rig.fleet.note_failure(prefill(1), "connect")
+    rig.fleet.note_success(prefill(1), began)
+    assert rig.fleet.describe()[0].breaker == "open"
+    rig.fleet.note_success(prefill(1), rig.now)
+    assert rig.fleet.describe()[0].breaker == "closed"
+
+
 @given(st.lists(st.tuples(st.sampled_from([*KINDS, "success", "take"]), st.floats(0, 40))))
 def test_it_is_never_stuck(events: list[tuple[str, float]]) -> None:
     one, now = breaker(), 0.0
     for event, pause in events:
         now += pause
         if event == "success":
-            one.note_success(now)
+            one.note_success(now, now)
             assert one.state == "closed"
         elif event == "take":
             one.take_probe(now)

@@ -5,8 +5,9 @@ chosen while any other can be. When its time is over it is ``half_open``: still 
 A healthy answer closes the breaker, anything else opens it again for twice as long, up to a bound, with jitter so that
 replicas do not ask at the same moment.
 
-Invariant: nothing can get stuck. A probe that never reports its result is due again after its own time-out, and a
-success from anywhere (with all engines open, clients' requests are tried) closes the breaker.
+Invariant: nothing can get stuck. A probe that never reports its result is due again after its own time-out, and any
+success closes the breaker, since with all engines open clients' requests are tried; but not the late answer to what was
+asked before it opened.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class BreakerLimits:
 class Breaker:
     """Of one engine."""
 
-    __slots__ = ("_closed_at", "_failures", "_limits", "_random", "_trips", "_until", "state")
+    __slots__ = ("_closed_at", "_failures", "_limits", "_opened_at", "_random", "_trips", "_until", "state")
 
     def __init__(self, limits: BreakerLimits, random_source: random.Random) -> None:
         self._limits, self._random = limits, random_source
@@ -48,7 +49,7 @@ class Breaker:
         """Pauses without a calm time in between; the next one is ``seconds * 2 ** trips`` long."""
         self._until = 0.0
         """Open: end of the pause. Half open: when the probe is given up."""
-        self._closed_at = float("-inf")
+        self._opened_at = self._closed_at = float("-inf")
 
     def note_failure(self, kind: Failure, now: float) -> bool:
         """Count a failure; whether the state changed."""
@@ -62,16 +63,20 @@ class Breaker:
         elif kind != "probe":
             return False  # a request that was under way, or tried because all are open: tells nothing new
         changed = self.state != "open"
+        if self.state == "closed":
+            self._opened_at = now
         self.state, self._failures = "open", 0
         pause = min(self._limits.seconds * 2**self._trips, self._limits.max_seconds)
         self._trips = min(self._trips + 1, 32)
         self._until = now + pause * self._random.uniform(1.0, 1.0 + _JITTER)
         return changed
 
-    def note_success(self, now: float) -> bool:
-        """The engine answered; whether the state changed."""
-        self._failures = 0
+    def note_success(self, now: float, began: float) -> bool:
+        """The engine answered what it was asked at ``began``; whether the state changed."""
         if self.state == "closed":
+            self._failures = 0
+            return False
+        if began < self._opened_at:
             return False
         self.state, self._closed_at = "closed", now
         return True

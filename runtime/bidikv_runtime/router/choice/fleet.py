@@ -74,7 +74,8 @@ class Fleet:
             config: what the operator asked for.
             random_source: for the breakers' jitter; tests give a seeded one.
         """
-        self._clock = clock
+        self.now = clock
+        """The clock."""
         self._limits = limits
         self._config = config
         self._random = random_source or random.Random()
@@ -115,7 +116,7 @@ class Fleet:
 
     def replace(self, pools: Pools) -> None:
         """Take a new snapshot; requests that already chose keep their engines."""
-        now = self._clock()
+        now = self.now()
         before = set(self.pools.ready_decode) if self.known else None
         self._prefill = self._match(self._prefill, pools.prefill, "prefill")
         self._decode = self._match(self._decode, pools.decode, "decode")
@@ -154,7 +155,7 @@ class Fleet:
 
     def take_report(self, endpoint_address: str, report: EngineReport | None) -> None:
         """Take an engine's report; None: it does not report (any more)."""
-        now = self._clock()
+        now = self.now()
         self._unreported.discard(endpoint_address)
         self._last_holdings = None
         for engine in self._find(endpoint_address):
@@ -170,7 +171,7 @@ class Fleet:
 
     def note_silence(self, endpoint_address: str, *, keep: bool) -> None:
         """No report came; ``keep`` leaves the last one in force until it is too old."""
-        oldest = self._clock() - self._limits.report_keep_seconds
+        oldest = self.now() - self._limits.report_keep_seconds
         if keep and any(engine.reported_at > oldest for engine in self._find(endpoint_address)):
             return
         self.take_report(endpoint_address, None)
@@ -219,7 +220,7 @@ class Fleet:
         """Why no turn can be served now; None when one can."""
         if not self.known:
             return "The list of engines has not arrived yet."
-        if self._unreported and self._clock() - self._known_at < 2 * self._limits.report_timeout_seconds:
+        if self._unreported and self.now() - self._known_at < 2 * self._limits.report_timeout_seconds:
             return "The engines' first reports have not arrived yet."
         return self.pools.explain_unready()
 
@@ -227,7 +228,7 @@ class Fleet:
         """Decode engines for a turn of ``session`` in the order to try; none when none is ready."""
         now, engines = 0.0, float(self._candidates)
         if self._warming:
-            now = self._clock()
+            now = self.now()
             engines -= self._warm_up(now)
         chosen = order_decode(
             self._decode_rankings.get(session),
@@ -332,7 +333,7 @@ class Fleet:
         if engine is None or not engine.endpoint.serving:
             return holdings
         if engine.report is None:
-            if self._clock() - noted.ended_at > _MEMORY_SECONDS:
+            if self.now() - noted.ended_at > _MEMORY_SECONDS:
                 return holdings
         elif noted.ended_at < engine.reported_at - _REPORT_SLACK:
             return holdings
@@ -391,7 +392,7 @@ class Fleet:
 
     def note_failure(self, endpoint: Endpoint, kind: Failure) -> None:
         """An engine failed."""
-        now = self._clock()
+        now = self.now()
         for engine in self._find(endpoint.address):
             if engine.breaker.note_failure(kind, now):
                 if engine not in self._unwell:
@@ -399,10 +400,11 @@ class Fleet:
                 self._unwell.add(engine)
                 self._judge_decode()
 
-    def note_success(self, endpoint: Endpoint) -> None:
-        """An engine answered."""
+    def note_success(self, endpoint: Endpoint, began: float | None = None) -> None:
+        """An engine answered what it was asked at ``began`` by the fleet's clock (just now unless given)."""
+        now = self.now()
         for engine in self._find(endpoint.address):
-            if engine.breaker.note_success(self._clock()):
+            if engine.breaker.note_success(now, now if began is None else began):
                 self._unwell.discard(engine)
                 self._judge_decode()
 
@@ -413,7 +415,7 @@ class Fleet:
         """Engines to be asked for their health now; each counts as asked, its answer is a failure or success."""
         if not self._unwell:
             return []
-        now = self._clock()
+        now = self.now()
         return [engine.endpoint for engine in self._unwell if engine.breaker.take_probe(now)]
 
     def observe_prefill(
@@ -450,14 +452,14 @@ class Fleet:
             holdings = self._find_holdings(session)
             last = next((h for h in holdings if h.engine.endpoint.address == decode.address), None)
             prompt_tokens = estimate_turn(last, body_bytes, self._tokens_per_byte.estimate(body_bytes)).prompt_tokens
-        self._memory.note_turn(session, decode.address, body_bytes, prompt_tokens, self._clock())
+        self._memory.note_turn(session, decode.address, body_bytes, prompt_tokens, self.now())
         self._last_holdings = None
 
     # --- what others see ---
 
     def describe(self) -> list[EngineView]:
         """Every known engine at this moment."""
-        now = self._clock()
+        now = self.now()
         return [
             EngineView(
                 role=engine.role,
