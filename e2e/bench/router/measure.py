@@ -79,11 +79,15 @@ class Bodies:
 
     def __init__(self, engines: Engines, folder: Path, seed: int) -> None:
         self._engines, self._folder, self._seed = engines, folder, seed
+        self._bodies: dict[tuple[int, bool], bytes] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def prepare(self, row: Row) -> tuple[Path, Path, Path]:
         """Set the engines for ``row``; files of the body, of decode's answer and of prefill's."""
-        body = build_body(row.body_bytes, stream=row.stream, seed=self._seed)
+        body = self._bodies.get((row.body_bytes, row.stream))
+        if body is None:
+            body = build_body(row.body_bytes, stream=row.stream, seed=self._seed)
+            self._bodies[row.body_bytes, row.stream] = body
         self._engines.set(chunks=row.chunks, gap_us=row.gap_us, prompt_tokens=len(body) // BYTES_PER_TOKEN, spoil=0)
         name = row.name.replace(" ", "-").replace("=", "")
         files = tuple(self._folder / f"{name}.{kind}" for kind in ("body", "decode", "prefill"))
