@@ -180,7 +180,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._state is not _State.BODY:
-            return self._server.scratch
+            return memoryview(self._server.scratch)
         assert self._head is not None
         if self._received == len(self._body):
             # Grown here, not on arrival: then the loop still holds a view of the buffer, which forbids resizing.
@@ -190,7 +190,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._state is not _State.BODY:
-            self._take(bytes(self._server.scratch[:nbytes]))
+            self._take(nbytes)
             return
         assert self._head is not None
         self._received += nbytes
@@ -221,10 +221,16 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     # --- receiving ---
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, size: int) -> None:
+        """Take ``size`` bytes from the scratch buffer."""
+        scratch = self._server.scratch
+        if self._state is _State.HEAD and not self._pending:
+            self._take_head(scratch, size)  # where it lies: a body behind it is copied once
+            return
+        data = bytes(memoryview(scratch)[:size])
         if self._state is _State.HEAD:
-            self._pending = self._pending + data if self._pending else data
-            self._take_head()
+            self._pending += data
+            self._take_head(self._pending, len(self._pending))
         elif self._state is _State.CHUNKED_BODY:
             self._take_chunked(data)
         elif self._state is _State.SERVING:
@@ -241,17 +247,20 @@ class ClientConnection(asyncio.BufferedProtocol):
         if self._dropped > self._limits.max_body_bytes:
             self.abort()
 
-    def _take_head(self) -> None:
-        start = 2 if self._pending.startswith(b"\r\n") else 0  # an empty line may come first: RFC 9112 section 2.2
-        end = self._pending.find(HEAD_END, start)
+    def _take_head(self, data: bytes | bytearray, size: int) -> None:
+        """Look for a head in the first ``size`` bytes of ``data``; the rest of them is of its body, or follows it."""
+        start = 2 if data.startswith(b"\r\n", 0, size) else 0  # an empty line may come first: RFC 9112 section 2.2
+        end = data.find(HEAD_END, start, size)
+        view = memoryview(data)
         if end < 0 or end > self._limits.max_header_bytes:
-            if len(self._pending) > self._limits.max_header_bytes:
+            self._pending = bytes(view[:size])
+            if size > self._limits.max_header_bytes:
                 self._refuse(ApiError(431, "The request's head is too large.", close=True))
-            elif self._pending:
+            else:
                 self.deadline = min(self.deadline, monotonic() + self._limits.head_seconds)  # from its first bytes
             return
         end += len(HEAD_END)
-        raw, rest, self._pending = self._pending[start:end], self._pending[end:], b""
+        raw, rest, self._pending = bytes(view[start:end]), view[end:size], b""
         try:
             self._parser = RequestParser()
             self._head = head = self._parser.parse_head(raw, self._limits.max_header_fields)
@@ -268,10 +277,10 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._state = _State.CHUNKED_BODY
             self._begin_body(head, rest)
             if rest:
-                self._take_chunked(rest)
+                self._take_chunked(bytes(rest))
         elif len(rest) >= head.length:
-            self._pending = rest[head.length :]
-            self._serve(rest[: head.length])
+            self._pending = bytes(rest[head.length :])
+            self._serve(bytes(rest[: head.length]))
         else:
             self._state = _State.BODY
             self._begin_body(head, rest)
@@ -279,7 +288,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._body[: len(rest)] = rest
             self._received = len(rest)
 
-    def _begin_body(self, head: RequestHead, rest: bytes) -> None:
+    def _begin_body(self, head: RequestHead, rest: memoryview) -> None:
         self._progress = len(rest)
         self.deadline = monotonic() + self._limits.body_seconds
         if head.expects_continue and not rest and self._transport is not None:
@@ -387,7 +396,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._head = self._parser = None
             self._state = _State.HEAD
             if self._pending:
-                self._take_head()
+                self._take_head(self._pending, len(self._pending))
 
 
 def _build_full() -> ApiError:

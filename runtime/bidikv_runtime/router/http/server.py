@@ -44,7 +44,7 @@ class Server:
         self.application = application
         self.limits = limits
         self.on_refusal = on_refusal
-        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self.scratch = bytearray(_SCRATCH_BYTES)
         """Receive buffer of all connections: the loop calls ``buffer_updated`` before it asks for another buffer."""
         self.memory = BodyMemory()
         self.connections: set[ClientConnection] = set()
