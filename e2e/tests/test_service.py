@@ -62,7 +62,8 @@ def test_the_history_is_read_back_from_decode(service: Service) -> None:
     first = ask(service, messages, salt=salt, session="reader")
     messages += [
         {"role": "assistant", "content": first},
-        {"role": "user", "content": user_text(salt, "second", length=500)},
+        # More than decode may compute alone.
+        {"role": "user", "content": user_text(salt, "second", length=1000)},
     ]
     for n in range(-(-prefill_cache_tokens(service.kubectl) // NEW_TOKENS_PER_TURN)):
         ask(service, [{"role": "user", "content": user_text(salt, n)}], salt=salt, session=f"other-{n}", max_tokens=1)

@@ -100,7 +100,7 @@ class DecodeLeg:
             record.decode_head_at = monotonic()
             try:
                 if answer.lost_handover:
-                    if turn.guarded and self._take_refusal(turn):
+                    if turn.guarded and self._take_refusal(turn, endpoint):
                         return False
                 elif answer.status in RETRIED_STATUS and self._may_try_again(turn, last):
                     self._retry(turn, "decode", "status")
@@ -132,13 +132,14 @@ class DecodeLeg:
         turn.repeated = turn.repeated or last
         return True
 
-    def _take_refusal(self, turn: Turn) -> bool:
+    def _take_refusal(self, turn: Turn, engine: Endpoint) -> bool:
         """Decode refused; whether the turn begins anew."""
         record = turn.record
         if record.path == "local":
             record.local_refusals += 1
             turn.local_refused = True
-            self._fleet.note_local(record.session, refused=True)
+            if engine is turn.decode[0]:  # of another one, nobody expected it to hold the session
+                self._fleet.note_local(record.session, refused=True)
             self._metrics.count_retry("decode", "local")
             return True
         record.handovers_lost += 1

@@ -118,7 +118,7 @@ class PrefillLeg:
                 )
                 try:
                     if answer.status in SUCCESS:
-                        body = await _read_bounded(connection, bound)
+                        body = await self._read(endpoint, connection, bound)
                         return endpoint, self._take_answer(turn, endpoint, decision, body)
                     if answer.status not in RETRIED_STATUS or not self._may_try_again(turn, decode, tried):
                         await self._relay_verdict(turn, connection, answer)
@@ -140,6 +140,21 @@ class PrefillLeg:
             return False
         return self._budget.withdraw()
 
+    async def _read(self, endpoint: Endpoint, connection: UpstreamConnection, bound: int) -> bytes | None:
+        """The answer; None when it is longer than ``bound``, of which nothing is kept."""
+        body = bytearray()
+
+        def keep(data: bytes) -> None:
+            if len(body) <= bound:
+                body.extend(data)
+
+        try:
+            await connection.relay(keep, decoded=True)
+        except UpstreamError:
+            self._fleet.note_failure(endpoint, "broken")
+            raise
+        return bytes(body) if len(body) <= bound else None
+
     def _take_answer(self, turn: Turn, endpoint: Endpoint, decision: Decision, body: bytes | None) -> PrefillAnswer:
         record = turn.record
         answer = parse_prefill_answer(body) if body is not None else PrefillAnswer()
@@ -160,19 +175,3 @@ class PrefillLeg:
             await turn.reply.relay(connection, head)
         except UpstreamError:
             turn.reply.end_broken(connection, "The prefill engine broke off its answer; send the request again.")
-
-
-async def _read_bounded(connection: UpstreamConnection, bound: int) -> bytes | None:
-    """An answer that no client gets; None when it is longer than ``bound``, of which nothing is kept.
-
-    Raises:
-        UpstreamError: it broke off.
-    """
-    body = bytearray()
-
-    def keep(data: bytes) -> None:
-        if len(body) <= bound:
-            body.extend(data)
-
-    await connection.relay(keep, decoded=True)
-    return bytes(body) if len(body) <= bound else None
