@@ -55,7 +55,7 @@ def read_requests(data: bytes) -> Read:
                 break
             read.messages.append(message)
             read.trailing = connection.trailing_data[0]
-            if connection.their_state is h11.MIGHT_SWITCH_PROTOCOL:  # not with us
+            if connection.their_state not in (h11.DONE, h11.MUST_CLOSE):  # it offers another protocol: not with us
                 connection.send(h11.Response(status_code=200, headers=[]))
             if connection.their_state is not h11.DONE:
                 break
