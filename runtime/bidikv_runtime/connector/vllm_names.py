@@ -100,7 +100,7 @@ vllm.v1.core.block_pool BlockPool
     get_cached_block(block_hash, kv_cache_group_ids)  how much of a prompt is cached on arrival
     blocks                                        blocks by id
     hash_block_size                               tokens per block hash
-    free_block_queue                              replaced by one with tiers
+    free_block_queue                              replaced by one with tiers, which knows how many blocks are free
 vllm.v1.core.kv_cache_utils FreeKVCacheBlockQueue
     popleft()                                     the tiered queue has it
     popleft_n(n)                                  the tiered queue has it
@@ -122,6 +122,7 @@ vllm.v1.request Request
     num_computed_tokens                           what was scheduled
     num_in_flight_tokens                          of it, what steps have not ended yet
     num_tokens                                    prompt and output
+    num_prompt_tokens                             what is left to compute, and the reported size of a turn
     num_preemptions                               whether part of the answer may be out already
     block_hashes                                  content addresses
     kv_transfer_params                            sources and hints
@@ -130,6 +131,7 @@ vllm.v1.request Request
     structured_output_request                     carries a refusal
 vllm.v1.request RequestStatus
     FINISHED_ABORTED                              no hand-over follows
+    FINISHED_ERROR                                a refused request is no turn of its session
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR         how a refused request ends
 vllm.v1.structured_output.request StructuredOutputRequest
     _grammar                                      an exception there ends the request
