@@ -97,6 +97,7 @@ class Reply:
 
     def finish(self) -> None:
         """The request is over, whatever came of it."""
+        self.on_first_byte = None  # it refers to the turn, which refers here: a cycle would wait for the collector
         if self.deadline != math.inf:
             self.deadline = math.inf
             self._deadlines.forget(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,6 +12,7 @@ import aiohttp
 import pytest
 
 from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.observe.record import TurnRecord
 from bidikv_runtime.tests.router_engine import WAIT_SECONDS, Behaviour, Exchange, answer, answer_with, hang
 from bidikv_runtime.tests.router_rig import Rig, running_rig
 
@@ -568,6 +570,28 @@ async def test_a_stream_that_cannot_go_on_ends_with_an_error_event() -> None:
         assert '"code":502' in text
         assert "[DONE]" not in text
         assert len(rig.exchanges("decode")) == 1
+
+
+# --- memory ---
+
+
+@streaming
+async def test_serving_leaves_no_cycles_for_the_collector(rig: Rig, stream: bool) -> None:
+    async def serve(count: int) -> None:
+        for _ in range(count):
+            async with rig.http.post(CHAT, json=turn(stream)) as response:
+                await assert_answered(response, stream)
+
+    await serve(2)
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(found, TurnRecord) for found in gc.get_objects())
+        await serve(20)
+        await until(rig, "bidikv_router_requests_in_flight", 0)
+        assert sum(isinstance(found, TurnRecord) for found in gc.get_objects()) <= before + 1
+    finally:
+        gc.enable()
 
 
 # --- too much work ---
