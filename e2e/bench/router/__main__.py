@@ -30,6 +30,7 @@ from e2e.bench.router.cpu import choose_cores, observe_busy_seconds, observe_usa
 from e2e.bench.router.measure import CHAT, Bench, Bodies, Run, compare_bodies, explain_void
 from e2e.bench.router.plan import (
     LARGE,
+    MEMORY,
     MEMORY_CONNECTIONS,
     MEMORY_REQUESTS,
     MEMORY_WARM_UP,
@@ -99,6 +100,7 @@ class Options:
     quick: bool
     foreign_cores: float
     against: str
+    memory: bool
     output: Path
 
 
@@ -182,7 +184,7 @@ def observe_fidelity(engines: Engines, target: Target, seed: int) -> dict[str, A
 
 def measure_memory(bench: Bench, target: Target, idle: int, options: Options) -> Memory:
     """Resident memory of ``target`` over many large requests."""
-    row = Row("memory", LARGE, MEMORY_CONNECTIONS, 0, (target.name,))
+    row = Row(MEMORY, LARGE, MEMORY_CONNECTIONS, 0, (target.name,))
     warm_up, requests = (20, 50) if options.quick else (MEMORY_WARM_UP, MEMORY_REQUESTS)
     say(f"  memory: {warm_up} + {requests:,} requests of 1 MB ...")
     seen = []
@@ -244,7 +246,7 @@ def measure(options: Options) -> Measured:
             rows = {row.name: row for row in options.rows}
             for name in shuffle(list(rows), order):
                 measure_row(bench, rows[name], targets, number, options, measured, order)
-        if OURS in targets and not options.against:
+        if OURS in targets and options.memory:
             measured.memory = measure_memory(bench, targets[OURS], idle, options)
     for name in (OURS, BEFORE):
         for leg, seen in (measured.fidelity.get(name) or {}).items():
@@ -289,14 +291,16 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
     given = parser.parse_args(arguments)
     targets = given.targets or ([OURS] if given.against else [OURS, LOCAL, DIRECT] if given.quick else list(known))
     targets += [BEFORE] if given.against else []
+    named = [name for name in given.rows if name != MEMORY]
     return Options(
         targets=targets,
-        rows=select_rows(given.rows, targets, quick=given.quick),
+        rows=select_rows(named, targets, quick=given.quick) if named or not given.rows else [],
         rounds=given.rounds or (1 if given.quick else LEAST_ROUNDS + 1),
         seed=random.randrange(1_000_000) if given.seed is None else given.seed,
         quick=given.quick,
         foreign_cores=given.foreign if given.foreign is not None else math.inf if given.quick else FOREIGN_CORES,
         against=given.against,
+        memory=MEMORY in given.rows or not (given.rows or given.against),
         output=given.output,
     )
 

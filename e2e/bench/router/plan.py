@@ -48,6 +48,8 @@ ROWS: Final = (
     Row("1 MB c=8", LARGE, 8, 2.0, BOTH, chunks=50),
     Row("64 streams", SMALL, 64, 2.5, BOTH, chunks=50, gap_us=5000, ramp_seconds=0.25),
 )
+MEMORY: Final = "memory"
+"""Not a row of rounds: one long run of ours."""
 MEMORY_WARM_UP: Final = 500
 MEMORY_REQUESTS: Final = 5_000
 MEMORY_CONNECTIONS: Final = 8

@@ -228,7 +228,7 @@ def test_reports_have_the_contracts_shape_and_only_what_is_new(engines: Engines)
 
 def test_a_quick_run_gives_figures_of_our_router(tmp_path: Path) -> None:
     output = tmp_path / "router.json"
-    rows = ("--rows", "small c=1", "100 KB stream c=1", "64 streams", "1 MB c=8")
+    rows = ("--rows", "small c=1", "100 KB stream c=1", "64 streams", "1 MB c=8", "memory")
     assert main(["--quick", "--seed", "5", "--output", str(output), *rows]) == 0
     result = json.loads(output.read_text())
     assert result["problems"] == []
@@ -266,6 +266,12 @@ def test_a_quick_run_gives_figures_of_our_router(tmp_path: Path) -> None:
 def test_options_name_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_options(["--quick"]).targets == ["ours", "ours-local", "direct"]
     assert parse_options(["--against", "HEAD"]).targets == ["ours", "before"]
+    assert [parse_options(rows).memory for rows in ([], ["--rows", "64 streams"], ["--rows", "memory"])] == [
+        True,
+        False,
+        True,
+    ]
+    assert parse_options(["--rows", "memory"]).rows == []
     assert main(["--rows", "nothing"]) == 2
     assert "no row 'nothing'" in capsys.readouterr().err
     assert read_peer_version().startswith("vllm-router==")
