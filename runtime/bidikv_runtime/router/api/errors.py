@@ -74,7 +74,10 @@ def _build_document(route: Route, error: ApiError) -> dict[str, Any]:
     if route == "messages":
         fallback = "invalid_request_error" if status < 500 else "api_error"
         return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, fallback), "message": error.sentence}}
-    kind = "invalid_request_error" if status < 500 else HTTPStatus(status).phrase.replace(" ", "") + "Error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if status < 500 else HTTPStatus(status).phrase.replace(" ", "") + "Error"
     return {"error": {"message": error.sentence, "type": kind, "param": None, "code": status}}
 
 
