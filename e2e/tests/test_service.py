@@ -8,9 +8,10 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -73,6 +74,25 @@ def test_the_history_is_read_back_from_decode(service: Service) -> None:
     reused = prefill.totals().get(contract.METRIC_REUSED_TOKENS, 0) - before.get(contract.METRIC_REUSED_TOKENS, 0)
     assert reused >= 0.9 * tokens
     assert second == ask(service, messages, salt=uuid.uuid4().hex, session="another")
+
+
+def test_every_router_hears_from_every_engine(service: Service) -> None:
+    """Replicas share nothing but the engines' reports."""
+    routers = EnginePods(service.kubectl, NAME, names.ROUTER).names
+    assert len(routers) == 2
+    for router in routers:
+        path = f"/api/v1/namespaces/{service.kubectl.namespace}/pods/{router}:{contract.ROUTER_PORT}/proxy/metrics"
+
+        def ages(path: str = path) -> list[float]:
+            text = service.kubectl.run("get", "--raw", path)
+            lines = [line for line in text.splitlines() if line.startswith("bidikv_router_engine_report_age_seconds{")]
+            return [float(line.rpartition(" ")[2]) for line in lines]
+
+        def all_report(ages: Callable[[], list[float]] = ages) -> bool:
+            found = ages()
+            return len(found) == 2 and max(found) < math.inf
+
+        eventually(all_report, f"reports of both engines at {router}", timeout=60)
 
 
 def test_parameters_of_the_kv_protocol_are_refused_from_clients(service: Service) -> None:
