@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.tests.router_engine import WAIT_SECONDS
@@ -29,13 +30,17 @@ class RouterProcess:
 
 @contextlib.asynccontextmanager
 async def running_router(
-    prefill: Sequence[Endpoint], decode: Sequence[Endpoint], *flags: str
+    prefill: Sequence[Endpoint],
+    decode: Sequence[Endpoint],
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RouterProcess]:
-    """A router process that is killed at the end if it still runs."""
+    """A router process that is killed at the end if it still runs; ``environment`` is added to this process's."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bidikv_runtime.router", "--host", "127.0.0.1", "--port", "0"),
         *("--static-prefill", _name(prefill), "--static-decode", _name(decode)),
         *flags,
+        env=os.environ | dict(environment or {}),
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
@@ -55,4 +60,7 @@ async def running_router(
 
 
 def _name(endpoints: Sequence[Endpoint]) -> str:
-    return ",".join(f"{endpoint.address}@{endpoint.lookup_port}" for endpoint in endpoints)
+    return ",".join(
+        f"{endpoint.address}@{endpoint.lookup_port}" + (f"@{endpoint.state_port}" if endpoint.state_port else "")
+        for endpoint in endpoints
+    )
