@@ -47,6 +47,8 @@ ROWS: Final = (
     Row("1 MB stream c=1", LARGE, 1, 1.5, (*BOTH, TOY_PROXY, DIRECT), chunks=4, gap_us=1000),
     Row("1 MB c=8", LARGE, 8, 2.0, BOTH, chunks=50),
     Row("64 streams", SMALL, 64, 2.5, BOTH, chunks=50, gap_us=5000, ramp_seconds=0.25),
+    # In step: every 250 ms all of them ask at once.
+    Row("64 streams at once", SMALL, 64, 2.5, BOTH, chunks=50, gap_us=5000),
 )
 MEMORY: Final = "memory"
 """Not a row of rounds: one long run of ours."""
