@@ -1,7 +1,7 @@
 """``python -m e2e.bench.paths``: the router's paths on real engines, side by side, into build/bench/paths.json.
 
 One prefill and one decode engine, three routers in front: one is told which path to take, one never reads from
-decode, one chooses. Every turn is asked on each path, one after the other, in an order that rotates; before each of
+decode, one chooses. Every turn is asked on each path, one after the other, in a shuffled order; before each of
 them prefill forgets, as if it had served many other conversations. Then the same beside a stream of the decode engine.
 """
 

@@ -9,15 +9,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from random import Random
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
 from bidikv_runtime import contract
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.tests.router_process import RouterProcess, running_router
-from e2e.bench.ask import reset_prefix_cache
-from e2e.bench.kv_plan import TEMPLATE_TOKENS, build_text, choose_order
+from e2e.bench.ask import ask, reset_prefix_cache
+from e2e.bench.kv_plan import TEMPLATE_TOKENS, build_text
 from e2e.bench.paths.plan import BIDIRECTIONAL, CHOSEN, LOCAL, PLAIN, VARIANTS, Gap, Sample, Sizes
 from e2e.engine.client import Message, Metrics
 from e2e.engine.local import HOST, SERVED_MODEL, LocalEngine
@@ -25,6 +26,14 @@ from e2e.engine.local import HOST, SERVED_MODEL, LocalEngine
 PATHS = "bidikv_router_paths_total"
 WAIT_SECONDS = 60.0
 REQUEST_SECONDS = 300.0
+
+
+T = TypeVar("T")
+
+
+def shuffle(kinds: Sequence[T], seed: str) -> list[T]:
+    """In an order that depends on ``seed`` alone: none always comes behind the same other one."""
+    return Random(seed).sample(list(kinds), len(kinds))
 
 
 @dataclass
@@ -121,6 +130,9 @@ def build_message(seed: str, new: int) -> Message:
     return {"role": "user", "content": build_text(seed, max(1, new - TEMPLATE_TOKENS))}
 
 
+TOUCH: Final = build_body([build_message("touch", 60)], 4)
+
+
 @dataclass
 class Bench:
     """Three routers in front of the same two engines."""
@@ -139,9 +151,11 @@ class Bench:
     async def ask(
         self, variant: str, messages: Sequence[Message], session: str, tokens: int, *, forget: bool = True
     ) -> tuple[Answer, str, str]:
-        """One turn; ``forget``: prefill has forgotten the conversation, as when it serves many others between."""
+        """One turn; ``forget``: prefill has forgotten the conversation, as when it serves many others between, and both
+        engines have just computed something: after seconds of idleness the first turn is slow on any path."""
         if forget:
             await self.forget()
+            await asyncio.gather(*(ask(engine, TOUCH, stream=False) for engine in (self.prefill, self.decode)))
         if variant == CHOSEN:
             return await self.choosing.ask(messages, session, tokens)
         if variant == PLAIN:
@@ -174,9 +188,9 @@ class Bench:
         messages = [build_message(session, history)]
         answer, *_ = await self.ask(CHOSEN, messages, session, sizes.answer)
         messages.append({"role": "assistant", "content": answer.text})
-        for position, new in enumerate(sizes.new):
+        for new in sizes.new:
             continued: list[Message] = []
-            for variant in choose_order(VARIANTS, number, position):
+            for variant in shuffle(VARIANTS, f"{session}/{new}"):
                 branch = [*messages, build_message(f"{session}/{new}/{variant}", new)]
                 name = session if variant == CHOSEN else f"{session}-{new}-{variant}"
                 answer, path, reason = await self.ask(variant, branch, name, sizes.answer)
@@ -192,12 +206,11 @@ class Bench:
         """Turns of decode while it also answers another conversation with a long stream."""
         sizes, gaps = self.sizes, []
         kinds = [(new, variant) for new in sizes.beside for variant in (LOCAL, BIDIRECTIONAL, CHOSEN)]
-        shift = number % len(kinds)
         session = f"beside-{number}"
         messages = [build_message(session, sizes.beside_history)]
         answer, *_ = await self.ask(CHOSEN, messages, session, sizes.answer)
         messages.append({"role": "assistant", "content": answer.text})
-        for new, variant in (*kinds[shift:], *kinds[:shift]):
+        for new, variant in shuffle(kinds, session):
             branch = [*messages, build_message(f"{session}/{new}/{variant}", new)]
             await self.forget()
             async with self._streaming(f"{session}/{new}/{variant}") as stream:
