@@ -80,7 +80,8 @@ class DecodeLeg:
             last = endpoint is engines[-1]
             self._count_work(turn, endpoint)
             record.decode = endpoint.address
-            record.decode_sent_at = monotonic()
+            if not record.continued:
+                record.decode_sent_at = monotonic()
             try:
                 connection, answer = await self._exchanges.open(
                     "decode",
@@ -97,7 +98,8 @@ class DecodeLeg:
                 if last:
                     return False
                 continue
-            record.decode_head_at = monotonic()
+            if not record.continued:
+                record.decode_head_at = monotonic()
             try:
                 if answer.lost_handover:
                     if turn.guarded and self._take_refusal(turn, endpoint):
@@ -155,7 +157,9 @@ class DecodeLeg:
         reply.on_first_byte = lambda: self._note_first_byte(turn)
         if self._config.debug:
             reply.extra = [(_PATH_HEADER, record.path.encode("ascii"))]
-        recorder = turn.recorder
+        # Only a stream that is written in the router's own chunks can go on: of anything else (an error, a document, a
+        # stream for HTTP/1.0) nobody would follow what the client has got.
+        recorder = turn.recorder if reply.may_rewrite(head) else None
         if recorder is None:
             turn.client.release_body(turn.request)
         try:
@@ -168,7 +172,8 @@ class DecodeLeg:
                 if ending := recorder.build_ending():
                     reply.end_events(ending)
                     return True
-                if self._continue(turn, recorder):
+                # For a client that takes nothing, another engine would only work until the same end.
+                if not turn.client.stalled and self._continue(turn, recorder):
                     return False
             reply.end_broken(connection, "The decode engine broke off its answer; send the request again.")
             return True

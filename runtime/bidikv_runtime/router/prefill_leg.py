@@ -110,7 +110,9 @@ class PrefillLeg:
                 raise ApiError(503, "No prefill engine is ready; retry later.", retry_after=1)
             tried.append(endpoint.address)
             record.prefill = endpoint.address
-            record.prefill_sent_at = monotonic()
+            began = monotonic()
+            if not record.continued:
+                record.prefill_sent_at = began
             work = self._fleet.prefilling(endpoint, decision.uncached_tokens)
             try:
                 connection, answer = await self._exchanges.open(
@@ -119,7 +121,7 @@ class PrefillLeg:
                 try:
                     if answer.status in SUCCESS:
                         body = await self._read(endpoint, connection, bound)
-                        return endpoint, self._take_answer(turn, endpoint, decision, body)
+                        return endpoint, self._take_answer(turn, endpoint, decision, body, began)
                     if answer.status not in RETRIED_STATUS or not self._may_try_again(turn, decode, tried):
                         await self._relay_verdict(turn, connection, answer)
                         return None
@@ -155,19 +157,21 @@ class PrefillLeg:
             raise
         return bytes(body) if len(body) <= bound else None
 
-    def _take_answer(self, turn: Turn, endpoint: Endpoint, decision: Decision, body: bytes | None) -> PrefillAnswer:
+    def _take_answer(
+        self, turn: Turn, endpoint: Endpoint, decision: Decision, body: bytes | None, began: float
+    ) -> PrefillAnswer:
         record = turn.record
         answer = parse_prefill_answer(body) if body is not None else PrefillAnswer()
-        record.prefill_done_at = monotonic()
+        now = monotonic()
+        if not record.continued:
+            record.prefill_done_at = now
         record.prefills += 1
         record.prompt_tokens = answer.prompt_tokens or 0
         if answer.prompt_tokens is None:
             record.unannounced += 1
             if self._config.missing_prefill == "Fail":
                 raise ApiError(502, "The prefill engine did not say what it computed; check its version.")
-        self._fleet.observe_prefill(
-            endpoint, decision, answer.prompt_tokens, record.prefill_done_at - record.prefill_sent_at
-        )
+        self._fleet.observe_prefill(endpoint, decision, answer.prompt_tokens, now - began)
         return answer
 
     async def _relay_verdict(self, turn: Turn, connection: UpstreamConnection, head: ResponseHead) -> None:

@@ -26,7 +26,7 @@ from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.http1 import build_forwarded_head, build_local_response, finish_request_head
 from bidikv_runtime.router.http.pool import UpstreamPool
-from bidikv_runtime.router.http.upstream import AnswerTimedOut, UpstreamError
+from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectionLost, UpstreamError
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.models import ModelList
 from bidikv_runtime.router.observe.metrics import RouterMetrics
@@ -114,15 +114,24 @@ class Proxy:
             record.outcome = "disconnected"
             raise
         except BaseException:
-            record.outcome, record.status = "refused", 500  # the server writes it
+            if client.response_started:  # the server can only cut it off
+                record.outcome = "broken"
+            else:
+                record.outcome, record.status = "refused", 500  # the server writes it
             raise
         finally:
             self._in_flight -= 1
             reply.finish()
             record.ended_at = monotonic()
-            self._metrics.observe(record)
-            for observe in self._observers:
+            self._tell(record)
+
+    def _tell(self, record: TurnRecord) -> None:
+        """Tell of an ended request; whoever cannot take it must not harm what the client has got."""
+        for observe in (self._metrics.observe, *self._observers):
+            try:
                 observe(record)
+            except Exception:
+                logger.exception("A finished request could not be recorded")
 
     def refuse(self, error: ApiError) -> None:
         """Count a request that the server refused, or that has no route."""
@@ -181,13 +190,8 @@ class Proxy:
     async def _pass_on(self, turn: Turn, target: Target) -> None:
         """Serve what is no turn: by one engine, or the next one if no connection to it can be had."""
         request, record = turn.request, turn.record
-        pieces: Sequence[Buffer] = [request.body]
-        if target.item:  # a stored response: its id names the session, and so the engine
-            record.session = parse_response_id(target.item.decode("latin-1")) or b""
-        elif not _is_multipart(request):  # a form (audio) has no field that takes KV parameters
-            fields = check_fields(request.body)
-            record.session = identify(request.head.headers, fields, request.body).session
-            pieces = build_passed_body(request.body, fields)
+        # In a call of its own: a frame that still knew the body's fields would hold it while the answer is relayed.
+        pieces = _prepare_passed(request, target, record)
         record.phase = "decode"
         has_body = request.head.method == b"POST"
         head = finish_request_head(turn.forwarded, compute_length(pieces) if has_body else None)
@@ -213,6 +217,8 @@ class Proxy:
                     await turn.reply.relay(connection, answer)
                 except UpstreamError as error:
                     logger.warning("The answer of %s broke off: %s", endpoint.address, error)
+                    if isinstance(error, ConnectionLost):
+                        self._fleet.note_failure(endpoint, "broken")
                     turn.reply.end_broken(connection, "The engine broke off its answer; send the request again.")
                 finally:
                     connection.release()
@@ -225,6 +231,18 @@ class Proxy:
                 self._metrics.count_retry("decode", "connection")
             finally:
                 work.end()
+
+
+def _prepare_passed(request: Request, target: Target, record: TurnRecord) -> Sequence[Buffer]:
+    """The body for the engine; finds the session."""
+    if target.item:  # a stored response: its id names the session, and so the engine
+        record.session = parse_response_id(target.item.decode("latin-1")) or b""
+        return [request.body]
+    if _is_multipart(request):  # a form (audio) has no field that takes KV parameters
+        return [request.body]
+    fields = check_fields(request.body)
+    record.session = identify(request.head.headers, fields, request.body).session
+    return build_passed_body(request.body, fields)
 
 
 def _is_multipart(request: Request) -> bool:

@@ -8,7 +8,7 @@ Two things make the router write a stream of events in chunks of its own:
   an engine's head no longer reaches the client.
 - The stream may have to go on with another engine's answer (``api/continuation.py``).
 
-Invariant: comments and events are written only where a new chunk, and a new line of the stream, may begin.
+Invariant: comments are written only where a new chunk, and a new event of the stream, may begin.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Reply:
         self._begun = False
         self._framing: Literal["own", "engine's", "close", "length"] = "length"
         """Of the body under way: chunks written here, the engine's chunks, up to the connection's end, or counted."""
-        self._line_start = True
-        """Whether a line of the stream may begin behind the chunks written here."""
+        self._at_event_end = True
+        """The chunks written here end with a whole event."""
         self.deadline = math.inf
         self.answering = False
         """Bytes of an engine's answer may have been written: it cannot be asked for again."""
@@ -115,6 +115,7 @@ class Reply:
                 return
         elif not self._begun:
             self._begun = True
+            self._framing = "own"
             self._record.streamed = True
             self._record.status = 200
             self._client.write(self._build_events_head())
@@ -122,7 +123,7 @@ class Reply:
         self._write_chunk(_COMMENT)
 
     def _may_insert(self, connection: UpstreamConnection) -> bool:
-        return self._line_start if self._framing == "own" else connection.at_line_start and self._framing == "engine's"
+        return self._at_event_end if self._framing == "own" else connection.at_event_end and self._framing == "engine's"
 
     def _build_events_head(self) -> bytes:
         lines = [_EVENTS_HEAD, *(b"%b: %b\r\n" % field for field in self.extra)]
@@ -132,7 +133,7 @@ class Reply:
 
     def _write_chunk(self, data: bytes) -> None:
         if data:
-            self._line_start = data.endswith(b"\n")
+            self._at_event_end = data.endswith((b"\n\n", b"\r\n\r\n"))
             self._client.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     # --- errors of the router ---
@@ -140,12 +141,12 @@ class Reply:
     def refuse(self, error: ApiError) -> None:
         """Answer with an error of the router, in the form that the request's API has."""
         record, client = self._record, self._client
-        record.outcome = "refused"
-        if self.answering:
-            client.abort()
-        elif self._begun:
+        record.outcome = "broken" if self.answering else "refused"
+        if self._begun and self._framing == "own":
             self._write_chunk(build_error_event(record.route, error))
             client.write(LAST_CHUNK)
+        elif self.answering:
+            client.abort()
         else:
             record.status = error.status
             if error.close:
@@ -232,17 +233,20 @@ class Reply:
         """An answer that is no stream of events, after the router began one: it becomes the last event."""
         body = bytearray()
         await connection.relay(lambda data: body.extend(data[: _ERROR_BYTES + 1 - len(body)]), decoded=True)
-        self._record.outcome = "refused"
+        self._record.outcome = "broken" if self.answering else "refused"
         error = ApiError(head.status, f"The engine answered with status {head.status}.")
         carried = bytes(body) if len(body) <= _ERROR_BYTES else b""
         self._write_chunk(build_error_event(self._record.route, error, carried))
         self._client.write(LAST_CHUNK)
 
+    def may_rewrite(self, head: ResponseHead) -> bool:
+        """Whether :meth:`relay` would pass this answer through a rewriter: a stream of events, in chunks."""
+        return head.is_event_stream and head.status in _SUCCESS and not self._http10
+
     def end_events(self, tail: bytes) -> None:
         """End a stream that was relayed through a rewriter; ``tail`` is sent before."""
-        if self._framing == "own":
-            self._write_chunk(tail)
-            self._client.write(LAST_CHUNK)
+        self._write_chunk(tail)
+        self._client.write(LAST_CHUNK)
 
     def end_broken(self, connection: UpstreamConnection, sentence: str) -> None:
         """End an answer that broke off: a stream of events says so, anything else can only be cut off.

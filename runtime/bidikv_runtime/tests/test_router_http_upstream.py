@@ -119,31 +119,34 @@ async def test_a_head_goes_out_with_what_is_already_there(
 
 
 @pytest.mark.parametrize(
-    ("answer", "decoded", "chunk", "line"),
+    ("answer", "decoded", "chunk", "event"),
     [
         (CHUNKED, False, True, True),
-        (CHUNKED + b"6\r\nab\ncd\n\r\n", False, True, True),
+        (CHUNKED + b"7\r\nab\ncd\n\n\r\n", False, True, True),
+        (CHUNKED + b"6\r\nab\r\n\r\n\r\n", False, True, True),
+        (CHUNKED + b"6\r\nab\ncd\n\r\n", False, True, False),  # the event's next line is still to come
         (CHUNKED + b"2\r\nab\r\n", False, True, False),
         (CHUNKED + b"2\r\na\n", False, False, False),
         (CHUNKED + b"2\r\na\n\r\n3\r\n", False, False, False),
         (CHUNKED + b"2\r\na\n\r\n3", False, False, False),
         (CHUNKED + b"4\r\n\r\n\r\n", False, False, False),  # a body that looks like framing
-        (CHUNKED + b"2\r\na\n", True, False, True),
+        (CHUNKED + b"3\r\na\n\n", True, False, True),
         (CHUNKED + b"3\r\na\nb\r\n", True, False, False),
-        (ENDLESS + b"a\n", False, False, True),
+        (ENDLESS + b"a\n\n", False, False, True),
+        (ENDLESS + b"a\n", False, False, False),
         (ENDLESS + b"a", False, False, False),
         (ENDLESS, False, False, True),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n", False, False, False),  # nothing may be added to a length
         (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na\n", False, False, False),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na\n", True, False, True),  # relayed in the router's framing
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\na\n\n", True, False, True),  # relayed in the router's framing
     ],
 )
-async def test_where_something_may_be_added(wire: Wire, answer: bytes, decoded: bool, chunk: bool, line: bool) -> None:
+async def test_where_something_may_be_added(wire: Wire, answer: bytes, decoded: bool, chunk: bool, event: bool) -> None:
     head = await wire.send()
     wire.receive(answer, 101.0)
     await head
     task = await wire.relay(decoded=decoded)
-    assert (wire.connection.at_chunk_boundary, wire.connection.at_line_start) == (chunk, line)
+    assert (wire.connection.at_chunk_boundary, wire.connection.at_event_end) == (chunk, event)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task

@@ -18,7 +18,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, cast
 
 from bidikv_runtime.router.api.splice import Buffer
 from bidikv_runtime.router.http.http1 import HEAD_END, ResponseHead
@@ -140,7 +140,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.last_at = now = monotonic()
         self.deadline = now + first_byte_seconds
         transport.writelines([head, *pieces])
-        return await waiter
+        try:
+            return await waiter
+        finally:
+            del waiter  # an error in it refers to this frame: a cycle, with the request's body, for the collector
 
     async def relay(self, sink: Sink, *, decoded: bool = False, prefix: bytes = b"") -> None:
         """Hand body bytes to ``sink`` until the answer is complete.
@@ -167,7 +170,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self.lost and not self._complete and self._error is None:
             self._end_of_connection()
         if self._error is not None:
-            raise self._error
+            self._raise()
         if self._complete:
             return
         self._done = self._loop.create_future()
@@ -202,11 +205,15 @@ class UpstreamConnection(asyncio.Protocol):
         return not self._parser.in_chunk and (not self.pieces or self._last_piece.endswith(b"\r\n"))
 
     @property
-    def at_line_start(self) -> bool:
-        """Whether a line of the router's own may follow what was relayed so far, in whatever framing it was relayed."""
+    def at_event_end(self) -> bool:
+        """Whether an event of the router's own may follow what was relayed so far, in whatever framing it was relayed.
+
+        At a mere end of a line it would cut an event in two whose lines come one by one.
+        """
         if self.at_chunk_boundary:
-            return not self.pieces or self._last_piece.endswith(b"\n\r\n")
-        return (self._decoded or self.ends_with_connection) and (not self.pieces or self._last_piece.endswith(b"\n"))
+            return not self.pieces or self._last_piece.endswith((b"\n\n\r\n", b"\r\n\r\n\r\n"))
+        framed = self._decoded or self.ends_with_connection
+        return framed and (not self.pieces or self._last_piece.endswith((b"\n\n", b"\r\n\r\n")))
 
     def release(self) -> None:
         """End the exchange: keep the connection if its answer was complete, else close it."""
@@ -347,14 +354,27 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(ConnectionLost("the engine closed the connection within its answer"))
 
     def _fail(self, error: UpstreamError) -> None:
-        self._error = error
+        # Nothing here keeps what was raised: its traceback refers to this connection and to the request's body.
         self._sink = None
         if self._head_waiter is not None and not self._head_waiter.done():
             self._head_waiter.set_exception(error)
+            self._head_waiter = None
         elif self._done is not None and not self._done.done():
             self._done.set_exception(error)
             self._done.exception()  # whoever waits still sees it; nobody waits after a disconnect
+            self._done = None
+        else:
+            self._error = error
         self.abort()
+
+    def _raise(self) -> NoReturn:
+        """Raise what ended the exchange while nobody waited."""
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            del error
 
     def _update_reading(self) -> None:
         pause = self._paused_by_client or (self._sink is None and len(self._received) > _BACKLOG_BYTES)

@@ -44,7 +44,8 @@ class TurnRecord:
     prompt_tokens: int = 0
     """As prefill reported them; 0 when unknown."""
     admitted_at: float = math.nan
-    """It left the queue."""
+    """It left the queue. Of this and the following times those of the legs before the first byte count, not those of
+    legs with which a broken stream went on."""
     prefill_sent_at: float = math.nan
     prefill_done_at: float = math.nan
     decode_sent_at: float = math.nan
