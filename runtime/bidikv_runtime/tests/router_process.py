@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -36,7 +37,10 @@ async def running_router(
     environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RouterProcess]:
     """A router process that is killed at the end if it still runs; ``environment`` is added to this process's."""
+    # The kernel ends it when its parent dies, so an interrupted run leaves none behind.
+    setpriv = shutil.which("setpriv")
     process = await asyncio.create_subprocess_exec(
+        *([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []),
         *(sys.executable, "-m", "bidikv_runtime.router", "--host", "127.0.0.1", "--port", "0"),
         *("--static-prefill", _name(prefill), "--static-decode", _name(decode)),
         *flags,
