@@ -60,6 +60,7 @@ from e2e.bench.router.targets import (
     OURS,
     PEER,
     PREFILL,
+    TOKENS,
     TOY_PROXY,
     BenchError,
     Engines,
@@ -263,7 +264,7 @@ def _build_target(name: str, engines: Engines, environment: Path, core: int, opt
         return build_toy(engines, environment, core, LOGS)
     source = extract_source(options.against, folder / BEFORE) if name == BEFORE else None
     limit = 512 if name == LOCAL else 0
-    return build_ours(name, engines, core, LOGS, local_limit_tokens=limit, source=source)
+    return build_ours(name, engines, core, LOGS, local_limit_tokens=limit, token_ids=name == TOKENS, source=source)
 
 
 def parse_options(arguments: Sequence[str] | None) -> Options:
@@ -273,7 +274,7 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         ValueError: a name is unknown.
     """
     parser = argparse.ArgumentParser(prog="python -m e2e.bench.router", description=__doc__.split("\n")[0])
-    known = (OURS, PEER, TOY_PROXY, LOCAL, DIRECT)
+    known = (OURS, PEER, TOY_PROXY, LOCAL, TOKENS, DIRECT)
     parser.add_argument(
         "--quick", action="store_true", help="one short round, without the peers unless named: does it run?"
     )

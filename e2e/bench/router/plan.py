@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from e2e.bench.router.targets import DIRECT, LOCAL, OURS, PEER, TOY_PROXY
+from e2e.bench.router.targets import DIRECT, LOCAL, OURS, PEER, TOKENS, TOY_PROXY
 
 SMALL, MEDIUM, LARGE = 1_500, 100_000, 1_000_000
 BYTES_PER_TOKEN: Final = 4
@@ -43,9 +43,9 @@ ROWS: Final = (
     Row("small c=256", SMALL, 256, 1.5, BOTH),
     # A few events: the time to the first is what counts, and every run needs many of them.
     Row("100 KB stream c=1", MEDIUM, 1, 1.0, (*BOTH, DIRECT), chunks=4, gap_us=1000),
-    Row("100 KB c=16", MEDIUM, 16, 1.5, BOTH, chunks=50),
+    Row("100 KB c=16", MEDIUM, 16, 1.5, (*BOTH, TOKENS), chunks=50),
     Row("1 MB stream c=1", LARGE, 1, 1.5, (*BOTH, TOY_PROXY, DIRECT), chunks=4, gap_us=1000),
-    Row("1 MB c=8", LARGE, 8, 2.0, BOTH, chunks=50),
+    Row("1 MB c=8", LARGE, 8, 2.0, (*BOTH, TOKENS), chunks=50),
     Row("64 streams", SMALL, 64, 2.5, BOTH, chunks=50, gap_us=5000, ramp_seconds=0.25),
     # In step: every 250 ms all of them ask at once.
     Row("64 streams at once", SMALL, 64, 2.5, BOTH, chunks=50, gap_us=5000),
@@ -76,7 +76,7 @@ def select_rows(names: Sequence[str], targets: Sequence[str], *, quick: bool) ->
     return selected
 
 
-_FIXED: Final = (OURS, PEER, TOY_PROXY, LOCAL, DIRECT)
+_FIXED: Final = (OURS, PEER, TOY_PROXY, LOCAL, TOKENS, DIRECT)
 
 
 def shuffle(items: Sequence[str], source: random.Random) -> list[str]:

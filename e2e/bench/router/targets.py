@@ -29,6 +29,7 @@ ASK_SECONDS: Final = 10.0
 TOY: Final = Path(__file__).parent / "toy_proxy.py"
 
 OURS, PEER, TOY_PROXY, LOCAL, BEFORE, DIRECT = "ours", "vllm-router", "toy", "ours-local", "before", "direct"
+TOKENS = "ours-tokens"
 
 
 class BenchError(Exception):
@@ -167,9 +168,26 @@ class Target:
 
 
 def build_ours(
-    name: str, engines: Engines, core: int, logs: Path, *, local_limit_tokens: int, source: Path | None = None
+    name: str,
+    engines: Engines,
+    core: int,
+    logs: Path,
+    *,
+    local_limit_tokens: int = 0,
+    token_ids: bool = False,
+    source: Path | None = None,
 ) -> Target:
-    """Our router with all features on. ``source`` is another checkout's folder ``runtime``."""
+    """Our router with all features on.
+
+    Args:
+        name: of the target.
+        engines: behind it.
+        core: that it gets.
+        logs: folder of its files.
+        local_limit_tokens: 0 for two legs always, as the peers send.
+        token_ids: carry prefill's token ids to decode, which no peer does.
+        source: another checkout's folder ``runtime``.
+    """
     config = RouterConfig(
         namespace="", prefill_service="", decode_service="", served_model_name="", state_port=engines.ports.state,
         local_limit_tokens=local_limit_tokens,
@@ -194,6 +212,8 @@ def build_ours(
         str(port),
     ]
     options = ["--log-level", "ERROR", "--drain-delay-seconds", "0"]
+    if source is None and not token_ids:  # earlier releases did not know them
+        options += ["--token-ids-from", "0"]
     environment = {"PYTHONPATH": str(source)} if source is not None else {}
     return Target(
         name, f"{HOST}:{port}", Process(name, [*command, *static, *options], core, logs / f"{name}.log", environment)

@@ -5,7 +5,8 @@
  * One process, one thread, epoll; each engine listens at its own loopback address. Prints `ready` when all of them do.
  *
  * At PORT: POST /v1/chat/completions (and /v1/completions). Prefill answers one JSON object with the usage and, as
- * vLLM's own NIXL connector does, with `kv_transfer_params`: one block id per 64 bytes of the request's body. Decode
+ * vLLM's own NIXL connector does, with `kv_transfer_params`: one block id per 64 bytes of the request's body, and with
+ * the prompt's tokens if they are asked for. Decode
  * answers `chunks` server-sent events, `gap_us` apart, one write each as vLLM's server does, then [DONE]; with 0 chunks
  * one JSON object. GET /health and /v1/models.
  *
@@ -88,6 +89,7 @@ static struct {
 static struct buffer event_text, done_text, json_text; /* decode's answers, framing included */
 static struct buffer prefill_text;                     /* of the last body length asked for */
 static size_t prefill_text_for = SIZE_MAX;
+static bool prefill_text_has_ids;
 
 /* --- answers --- */
 
@@ -123,8 +125,8 @@ static void build_decode_texts(void) {
     free(event.data);
 }
 
-static const struct buffer *find_prefill_text(size_t body_bytes) {
-    if (prefill_text_for == body_bytes) return &prefill_text;
+static const struct buffer *find_prefill_text(size_t body_bytes, bool with_ids) {
+    if (prefill_text_for == body_bytes && prefill_text_has_ids == with_ids) return &prefill_text;
     struct buffer body = {0};
     size_t blocks = body_bytes / BYTES_PER_BLOCK + 1;
     buffer_format(&body,
@@ -132,8 +134,17 @@ static const struct buffer *find_prefill_text(size_t body_bytes) {
                   "\"model\":\"mock\",\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"A\","
                   "\"tool_calls\":[]},\"logprobs\":null,\"finish_reason\":\"length\",\"stop_reason\":null}],"
                   "\"usage\":{\"prompt_tokens\":%" PRId64 ",\"total_tokens\":%" PRId64 ",\"completion_tokens\":1},"
-                  "\"kv_transfer_params\":{\"do_remote_prefill\":true,\"do_remote_decode\":false,\"remote_block_ids\":[[",
+                  "\"prompt_token_ids\":",
                   settings.prompt_tokens, settings.prompt_tokens + 1);
+    if (with_ids) {
+        for (int64_t i = 0; i < settings.prompt_tokens; i++)
+            buffer_format(&body, "%s%" PRId64, i ? "," : "[", i * 7919 % 150000);
+        buffer_format(&body, "],");
+    } else {
+        buffer_format(&body, "null,");
+    }
+    buffer_format(&body,
+                  "\"kv_transfer_params\":{\"do_remote_prefill\":true,\"do_remote_decode\":false,\"remote_block_ids\":[[");
     for (size_t i = 0; i < blocks; i++) buffer_format(&body, "%s%zu", i ? "," : "", i + 1);
     buffer_format(&body,
                   "]],\"remote_engine_id\":\"00000000-0000-0000-0000-000000000001\",\"remote_request_id\":\"chatcmpl-1\","
@@ -142,6 +153,7 @@ static const struct buffer *find_prefill_text(size_t body_bytes) {
     append_json(&prefill_text, &body);
     free(body.data);
     prefill_text_for = body_bytes;
+    prefill_text_has_ids = with_ids;
     return &prefill_text;
 }
 
@@ -361,7 +373,9 @@ static void answer_api(struct connection *connection, const char *body, size_t l
             buffer_append(&engine->last, body, length);
         }
         if (!engine->is_decode) {
-            const struct buffer *text = find_prefill_text(length);
+            static const char wish[] = "\"return_token_ids\":true";
+            size_t tail = length < TAIL_BYTES ? length : TAIL_BYTES;
+            const struct buffer *text = find_prefill_text(length, find_text(body + length - tail, tail, wish) != NULL);
             write_text(connection, text->data, text->length);
         } else if (settings.chunks > 0) {
             start_stream(connection);
