@@ -142,7 +142,7 @@ class PrefillLeg:
             return False
         return self._budget.withdraw()
 
-    async def _read(self, endpoint: Endpoint, connection: UpstreamConnection, bound: int) -> bytes | None:
+    async def _read(self, endpoint: Endpoint, connection: UpstreamConnection, bound: int) -> bytearray | None:
         """The answer; None when it is longer than ``bound``, of which nothing is kept."""
         body = bytearray()
 
@@ -155,10 +155,10 @@ class PrefillLeg:
         except UpstreamError:
             self._fleet.note_failure(endpoint, "broken")
             raise
-        return bytes(body) if len(body) <= bound else None
+        return body if len(body) <= bound else None
 
     def _take_answer(
-        self, turn: Turn, endpoint: Endpoint, decision: Decision, body: bytes | None, began: float
+        self, turn: Turn, endpoint: Endpoint, decision: Decision, body: bytearray | None, began: float
     ) -> PrefillAnswer:
         record = turn.record
         answer = parse_prefill_answer(body) if body is not None else PrefillAnswer()

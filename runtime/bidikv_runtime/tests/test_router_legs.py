@@ -197,7 +197,7 @@ def test_a_responses_id_is_set_unless_the_client_chose_one() -> None:
             expected
         )
     pieces = build_decode_body(b'{"input": "x" }', check_fields(b'{"input": "x" }'), [], SESSION, response_id="r")
-    assert b"".join(pieces).startswith(b'{"input": "x" ,"kv')
+    assert b"".join(pieces).startswith(b'{"input": "x" ,"request_id":"r","kv')
 
 
 @given(
