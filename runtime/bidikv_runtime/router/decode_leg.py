@@ -27,10 +27,16 @@ from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.http1 import ResponseHead, finish_request_head
-from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectionLost, UpstreamConnection, UpstreamError
+from bidikv_runtime.router.http.upstream import (
+    AnswerTimedOut,
+    ConnectFailed,
+    ConnectionLost,
+    UpstreamConnection,
+    UpstreamError,
+)
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.metrics import Leg, RetryReason, RouterMetrics
-from bidikv_runtime.router.turn import MOST_TRIES, RETRIED_STATUS, SUCCESS, Turn, explain_failure
+from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, RETRIED_STATUS, SUCCESS, Turn, explain_failure
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +82,9 @@ class DecodeLeg:
         length = compute_length(pieces)
         head = finish_request_head(turn.forwarded, length, guarded=turn.guarded)
         engines = turn.decode[:MOST_TRIES]
-        for endpoint in engines:
-            last = endpoint is engines[-1]
+        refused = 0
+        for tried, endpoint in enumerate(engines, start=1):
+            last = tried == len(engines) or tried - refused >= MOST_REACHED
             self._count_work(turn, endpoint)
             record.decode = endpoint.address
             if not record.continued:
@@ -92,6 +99,9 @@ class DecodeLeg:
                     idle_seconds=self._limits.decode_idle_seconds,
                 )
             except UpstreamError as error:
+                if isinstance(error, ConnectFailed):  # it does not know the request
+                    refused += 1
+                    last = tried == len(engines)
                 if isinstance(error, AnswerTimedOut) or not self._may_try_again(turn, last):
                     raise explain_failure("Decode", endpoint, error) from error
                 self._retry(turn, "decode", "connection")

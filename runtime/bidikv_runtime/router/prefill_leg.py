@@ -26,10 +26,10 @@ from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.choice.path import Decision
 from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.http1 import ResponseHead, finish_request_head
-from bidikv_runtime.router.http.upstream import AnswerTimedOut, UpstreamConnection, UpstreamError
+from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectFailed, UpstreamConnection, UpstreamError
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.metrics import RetryReason, RouterMetrics
-from bidikv_runtime.router.turn import MOST_TRIES, RETRIED_STATUS, SUCCESS, Turn, explain_failure
+from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, RETRIED_STATUS, SUCCESS, Turn, explain_failure
 
 
 class PrefillLeg:
@@ -104,6 +104,7 @@ class PrefillLeg:
         head = finish_request_head(turn.forwarded, compute_length(pieces))
         seconds = self._limits.prefill_seconds
         tried: list[str] = []
+        refused = 0
         while True:
             endpoint = self._fleet.choose_prefill(session, decode, tried)
             if endpoint is None:
@@ -122,14 +123,15 @@ class PrefillLeg:
                     if answer.status in SUCCESS:
                         body = await self._read(endpoint, connection, bound)
                         return endpoint, self._take_answer(turn, endpoint, decision, body, began)
-                    if answer.status not in RETRIED_STATUS or not self._may_try_again(turn, decode, tried):
+                    if answer.status not in RETRIED_STATUS or not self._may_try_again(turn, decode, tried, refused):
                         await self._relay_verdict(turn, connection, answer)
                         return None
                     reason: RetryReason = "status"
                 finally:
                     connection.release()
             except UpstreamError as error:
-                if isinstance(error, AnswerTimedOut) or not self._may_try_again(turn, decode, tried):
+                refused += isinstance(error, ConnectFailed)
+                if isinstance(error, AnswerTimedOut) or not self._may_try_again(turn, decode, tried, refused):
                     raise explain_failure("Prefill", endpoint, error) from error
                 reason = "connection"
             finally:
@@ -137,8 +139,10 @@ class PrefillLeg:
             record.retries += 1
             self._metrics.count_retry("prefill", reason)
 
-    def _may_try_again(self, turn: Turn, decode: Endpoint, tried: Sequence[str]) -> bool:
-        if len(tried) >= MOST_TRIES or self._fleet.choose_prefill(turn.record.session, decode, tried) is None:
+    def _may_try_again(self, turn: Turn, decode: Endpoint, tried: Sequence[str], refused: int) -> bool:
+        if len(tried) >= MOST_TRIES or len(tried) - refused >= MOST_REACHED:
+            return False
+        if self._fleet.choose_prefill(turn.record.session, decode, tried) is None:
             return False
         return self._budget.withdraw()
 

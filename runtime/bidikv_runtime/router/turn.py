@@ -23,6 +23,8 @@ RETRIED_STATUS: Final = frozenset({500, 502, 503, 504})
 SUCCESS: Final = range(200, 300)
 MOST_TRIES: Final = 3
 """Of one leg, on different engines."""
+MOST_REACHED: Final = 2
+"""How many of these may have received it: a request that ends engines must not end them all."""
 
 
 @dataclass(slots=True)

@@ -143,6 +143,32 @@ async def test_another_decode_engine_reads_the_same_prefill(rig: Rig, stream: bo
     assert len(rig.decode[1].exchanges) == len(rig.exchanges("prefill")) == 4
 
 
+@streaming
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_request_that_ends_engines_reaches_two_of_them_at_most(role: Any, stream: bool) -> None:
+    async def die(exchange: Exchange) -> None:
+        exchange.writer.transport.abort()
+
+    async with running_rig(prefill=4, decode=4) as rig:
+        rig.behave("prefill", PREFILLED)
+        rig.behave(role, die)
+        async with rig.http.post(CHAT, json=turn(stream)) as response:
+            assert response.status == 502
+        assert len(rig.exchanges(role)) == 2
+
+
+@streaming
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_two_dead_engines_cost_no_request(role: Any, stream: bool) -> None:
+    async with running_rig(prefill=3, decode=3) as rig:
+        rig.behave("prefill", PREFILLED)
+        for engine in rig.engines(role)[:2]:
+            await engine.stop()
+        for session in range(4):
+            async with rig.http.post(CHAT, json=turn(stream), headers={"x-session-id": str(session)}) as response:
+                await assert_answered(response, stream)
+
+
 # --- clients that leave ---
 
 
