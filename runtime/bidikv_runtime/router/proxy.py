@@ -26,14 +26,14 @@ from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.http1 import build_forwarded_head, build_local_response, finish_request_head
 from bidikv_runtime.router.http.pool import UpstreamPool
-from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectionLost, UpstreamError
+from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectFailed, ConnectionLost, UpstreamError
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.models import ModelList
 from bidikv_runtime.router.observe.metrics import RouterMetrics
 from bidikv_runtime.router.observe.record import Path, TurnRecord
 from bidikv_runtime.router.observe.trace_context import TRACEPARENT, start_trace
 from bidikv_runtime.router.reply import Reply
-from bidikv_runtime.router.turn import Turn, explain_failure
+from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, Turn, explain_failure
 from bidikv_runtime.router.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ _PATH_HEADER: Final = PATH_HEADER.encode("ascii")
 _FORCED: Final[dict[bytes, Path]] = {b"local": "local", b"bidirectional": "bidirectional", b"plain": "plain"}
 _TEXT: Final = b"text/plain; charset=utf-8"
 _EXPOSITION: Final = b"text/plain; version=1.0.0; charset=utf-8"
-_MOST_TRIES: Final = 2
 
 Observer = Callable[[TurnRecord], None]
 """Told of each request when it has ended."""
@@ -195,9 +194,10 @@ class Proxy:
         record.phase = "decode"
         has_body = request.head.method == b"POST"
         head = finish_request_head(turn.forwarded, compute_length(pieces) if has_body else None)
-        engines = self._fleet.choose_decode(record.session)[:_MOST_TRIES]
+        engines = self._fleet.choose_decode(record.session)[:MOST_TRIES]
         if not engines:
             raise ApiError(503, "No decode engine is ready; retry later.", retry_after=1)
+        reached = 0
         for endpoint in engines:
             record.decode = endpoint.address
             work = self._fleet.decoding(endpoint, sent=True)
@@ -224,8 +224,9 @@ class Proxy:
                     connection.release()
                 return
             except UpstreamError as error:
-                timed_out = isinstance(error, AnswerTimedOut)
-                if timed_out or endpoint is engines[-1] or not self._budget.withdraw():
+                reached += not isinstance(error, ConnectFailed)
+                is_last = endpoint is engines[-1] or reached >= MOST_REACHED or isinstance(error, AnswerTimedOut)
+                if is_last or not self._budget.withdraw():
                     raise explain_failure("Decode", endpoint, error) from error
                 record.retries += 1
                 self._metrics.count_retry("decode", "connection")

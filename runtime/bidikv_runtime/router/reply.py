@@ -256,7 +256,6 @@ class Reply:
             sentence: for the client.
         """
         client = self._client
-        client.close_after_response()
         self._record.outcome = "broken"
         event = build_error_event(self._record.route, ApiError(502, sentence))
         may_insert = self._framing == "own" or (self._framing == "engine's" and connection.at_chunk_boundary)

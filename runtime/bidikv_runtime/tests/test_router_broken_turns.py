@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from bidikv_runtime.router.choice.endpoints import Pools
+from bidikv_runtime.router.http.upstream import UpstreamConnection
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.record import TurnRecord
 from bidikv_runtime.router.observe.stages import compute_stages
@@ -178,6 +179,44 @@ async def test_the_stages_of_a_stream_that_went_on_follow_each_other() -> None:
         assert all(begin <= end for _, begin, end in stages)
 
 
+@pytest.mark.parametrize("continue_streams", [False, True])
+async def test_a_connection_goes_on_behind_a_stream_that_ended_with_an_error(continue_streams: bool) -> None:
+    """The head promised it: a client that sends its next request at once must not find the connection closed."""
+    limits = Limits(retry_ratio=0, retry_reserve=0)
+    async with running_rig(prefill=1, decode=1, limits=limits, continue_streams=continue_streams) as rig:
+        rig.behave("prefill", PREFILLED)
+        rig.behave("decode", in_turn(begin_and_die, answer))
+        reader, writer = await rig.connect()
+        writer.write(raw_turn())
+        first = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), WAIT_SECONDS)
+        assert b"connection: close" not in first
+        assert b'"code":502' in first
+        writer.write(raw_turn())
+        second = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), WAIT_SECONDS)
+        assert second.startswith(b"HTTP/1.1 200 ")
+        assert b"[DONE]" in second
+
+
+async def test_nothing_is_added_within_a_chunk_whose_end_was_not_relayed() -> None:
+    async def end_chunk_and_break(exchange: Exchange) -> None:
+        await exchange.send_stream_head()
+        await exchange.send(b"10\r\ndata: one\r\n")  # within the chunk, at what looks like its end
+        await asyncio.sleep(0.05)
+        await exchange.send(b"abcde\r\nnonsense\r\n")  # its end, and what ends the exchange
+        await exchange.wait_closed_by_router()
+
+    async with running_rig(prefill=1, decode=1) as rig:
+        rig.behave("prefill", PREFILLED)
+        rig.behave("decode", end_chunk_and_break)
+        reader, writer = await rig.connect()
+        writer.write(raw_turn())
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while data := await asyncio.wait_for(reader.read(4096), WAIT_SECONDS):
+                received += data
+        assert received.endswith(b"10\r\ndata: one\r\n")
+
+
 # --- behind a comment ---
 
 
@@ -258,6 +297,39 @@ async def test_a_passed_answer_that_breaks_counts_against_its_engine() -> None:
         states = {view.address: view.breaker for view in rig.router.fleet.describe() if view.role == "decode"}
         assert states[first.endpoint.address] == "open"
         assert list(states.values()).count("open") == 1
+
+
+async def test_what_is_passed_on_finds_the_only_engine_that_is_left() -> None:
+    async with running_rig(prefill=1, decode=3) as rig:
+        for engine in rig.decode[:2]:
+            await engine.stop()
+        for session in range(6):
+            async with rig.http.post("/tokenize", json={"prompt": "x"}, headers={"x-session-id": str(session)}) as got:
+                assert got.status == 200
+
+
+async def test_what_ends_engines_is_passed_on_to_two_of_them() -> None:
+    async with running_rig(prefill=1, decode=3) as rig:
+        rig.behave("decode", refuse_connection)
+        async with rig.http.post("/tokenize", json={"prompt": "x"}) as response:
+            assert response.status == 502
+        assert len(rig.exchanges("decode")) == 2
+
+
+async def test_a_connection_that_nobody_waits_for_any_more_is_forgotten() -> None:
+    """uvloop does not tell a protocol of its end when it was connected but whoever wanted it has left."""
+    async with running_rig(prefill=1, decode=1) as rig:
+        pool, endpoint = rig.router.pool, rig.decode[0].endpoint
+        for steps in range(200):
+            task = asyncio.ensure_future(pool.acquire(endpoint))
+            for _ in range(steps % 10):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                (await task).abort()
+        await asyncio.sleep(0.1)
+        watched = [owner for owner in pool.deadlines._watched if isinstance(owner, UpstreamConnection)]
+        assert watched == []
 
 
 # --- who watches, and what is left behind ---

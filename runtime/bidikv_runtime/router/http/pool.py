@@ -38,15 +38,18 @@ class UpstreamPool:
                 connection.deadline = math.inf
                 return connection
             connection.abort()
+        made = UpstreamConnection(self, endpoint)
         try:
             async with asyncio.timeout(self.limits.connect_seconds):
-                _, made = await self.loop.create_connection(
-                    lambda: UpstreamConnection(self, endpoint), endpoint.host, endpoint.port
-                )
-        except TimeoutError as error:
-            raise ConnectFailed(f"it accepted no connection within {self.limits.connect_seconds:g} s") from error
-        except OSError as error:
-            raise ConnectFailed(f"no connection ({error.strerror or 'the name is unknown'})") from error
+                await self.loop.create_connection(lambda: made, endpoint.host, endpoint.port)
+        except BaseException as error:
+            # uvloop tells a connection that was made but not awaited any more nothing of its end.
+            self.deadlines.forget(made)
+            if isinstance(error, TimeoutError):
+                raise ConnectFailed(f"it accepted no connection within {self.limits.connect_seconds:g} s") from error
+            if isinstance(error, OSError):
+                raise ConnectFailed(f"no connection ({error.strerror or 'the name is unknown'})") from error
+            raise
         return made
 
     def put(self, connection: UpstreamConnection) -> None:

@@ -329,6 +329,7 @@ class UpstreamConnection(asyncio.Protocol):
             try:
                 data = self._parser.follow(data)
             except MalformedAnswer as error:
+                self._parser = None  # it has read what is not relayed: it cannot tell where a chunk may follow
                 self._fail(ConnectionLost(f"the engine's answer is not HTTP/1.1 ({error})"))
                 return b""
             self._complete = self._parser.complete
