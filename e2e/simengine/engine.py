@@ -99,6 +99,11 @@ class EngineCore:
             self.connector = Connector(engine, engine.connector, self.pool, self._hasher, faults, metrics)
 
     @property
+    def requests(self) -> list[Request]:
+        """The unfinished ones."""
+        return [*self._waiting, *self._running, *self._reading]
+
+    @property
     def unfinished(self) -> int:
         return len(self._waiting) + len(self._running) + len(self._reading)
 
@@ -135,7 +140,7 @@ class EngineCore:
         if self.unfinished and seconds:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), seconds)
-        for request in [*self._waiting, *self._running, *self._reading]:
+        for request in self.requests:
             self.abort(request)
 
     async def run(self) -> None:
