@@ -90,8 +90,8 @@ class Connector:
         self._matcher = Matcher(matcher_engine, settings, self._client, self._cost, metrics)
         self._publisher = Publisher(self._size, self.index)
         self._publisher.bind(pool)
-        self._reporter = Reporter(self.engine_id, self.index, self._size, self.compatibility.digest().hex())
-        self._reporter.bind(pool)
+        self.reporter = Reporter(self.engine_id, self.index, self._size, self.compatibility.digest().hex())
+        self.reporter.bind(pool)
         self._retention = Retention(pool.free_block_queue, settings, self._size, self._cost.estimate_prefill)
         self._readers: dict[str, Reader] = {}
         self._loading: set[str] = set()
@@ -108,7 +108,7 @@ class Connector:
         if settings.state_port:
             answers = {
                 PATH: lambda query: json.dumps(self.describe()).encode(),
-                contract.REPORT_PATH: self._reporter.answer,
+                contract.REPORT_PATH: self.reporter.answer,
             }
             self._state = StateServer(settings.lookup_host, settings.state_port, tokens, answers, logger)
 
@@ -137,7 +137,7 @@ class Connector:
                 request.request_id, hints, Reuse(sources), self.compatibility.digest(), hashes, request.num_tokens
             )
             self._matcher.ask(reader, cached)
-        self._reporter.load.arrive(request, cached * self._size, reader)
+        self.reporter.load.arrive(request, cached * self._size, reader)
 
     def match(self, request: Request, local: int) -> int | None:
         """Tokens that a source holds beyond the ``local`` cached ones; None while answers are outstanding, ``REFUSED``
@@ -151,7 +151,7 @@ class Connector:
             tokens = matched
             if self._refuses(request, reader, local + tokens):
                 return REFUSED
-        self._reporter.load.place(request.request_id, local + tokens)
+        self.reporter.load.place(request.request_id, local + tokens)
         return tokens
 
     def admit(self, request: Request, external: int) -> Read | None:
@@ -189,7 +189,7 @@ class Connector:
     def request_finished(self, request: Request, *, aborted: bool, failed: bool) -> None:
         """Publish; to be called before the request's blocks are freed."""
         self._readers.pop(request.request_id, None)
-        self._reporter.load.leave(request.request_id)
+        self.reporter.load.leave(request.request_id)
         hints = parse_hints(request.kv_transfer_params)
         handover = hints.handover and not aborted
         blocks = [block.block_id for block in request.blocks]
@@ -204,7 +204,7 @@ class Connector:
                 (lambda tokens: self._find_tail(request, tokens)) if handover else None,
             )
         if not (hints.handover or failed):
-            self._reporter.end_turn(request, hints, request.block_hashes)
+            self.reporter.end_turn(request, hints, request.block_hashes)
         self._retention.request_finished(hints.session, hints.expect, published, time.monotonic(), handover)
 
     def end_step(
@@ -214,7 +214,7 @@ class Connector:
         now = time.monotonic()
         self._matcher.begin_step(request.request_id for request in running)
         self._cost.record_step(prefills, decodes, seconds)
-        self._reporter.learn(self._cost)
+        self.reporter.learn(self._cost)
         if validated := self._server.take_read_blocks():
             self._retention.blocks_read(validated, now)
         self._retention.expire(now)
