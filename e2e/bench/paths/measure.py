@@ -103,6 +103,17 @@ class Client:
             await asyncio.sleep(0.01)
         raise RuntimeError("the router counted no path for a turn that it answered")
 
+    async def wait_idle(self, engine: LocalEngine) -> None:
+        """Until the router knows that ``engine`` has nothing to do; it must serve /debug/engines."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            async with self._http.get(f"{self._router.url}/debug/engines") as response:
+                views = (await response.json())["engines"]
+            if all(view["load"] == 0 for view in views if view["address"] == f"{HOST}:{engine.port}"):
+                return
+            await asyncio.sleep(0.05)
+        raise RuntimeError(f"{engine.name} was busy for {WAIT_SECONDS:.0f} s")
+
     async def _read_paths(self) -> dict[tuple[str, str], float]:
         async with self._http.get(f"{self._router.url}/metrics") as response:
             counts = Metrics(await response.text()).split(PATHS)
@@ -151,10 +162,20 @@ class Bench:
     async def ask(
         self, variant: str, messages: Sequence[Message], session: str, tokens: int, *, forget: bool = True
     ) -> tuple[Answer, str, str]:
-        """One turn; ``forget``: prefill has forgotten the conversation, as when it serves many others between, and both
-        engines have just computed something: after seconds of idleness the first turn is slow on any path."""
+        """One turn.
+
+        Args:
+            variant: a forced path, or ``CHOSEN``.
+            messages: of the conversation.
+            session: its name.
+            tokens: of the answer.
+            forget: prefill has forgotten the conversation, as when it serves many others between; the choosing router
+                knows that decode is idle; and both engines have just computed something, since after seconds of
+                idleness the first turn is slow on any path.
+        """
         if forget:
             await self.forget()
+            await self.choosing.wait_idle(self.decode)
             await asyncio.gather(*(ask(engine, TOUCH, stream=False) for engine in (self.prefill, self.decode)))
         if variant == CHOSEN:
             return await self.choosing.ask(messages, session, tokens)
@@ -206,18 +227,17 @@ class Bench:
         """Turns of decode while it also answers another conversation with a long stream."""
         sizes, gaps = self.sizes, []
         kinds = [(new, variant) for new in sizes.beside for variant in (LOCAL, BIDIRECTIONAL, CHOSEN)]
-        session = f"beside-{number}"
-        messages = [build_message(session, sizes.beside_history)]
-        answer, *_ = await self.ask(CHOSEN, messages, session, sizes.answer)
-        messages.append({"role": "assistant", "content": answer.text})
-        for new, variant in shuffle(kinds, session):
-            branch = [*messages, build_message(f"{session}/{new}/{variant}", new)]
+        for new, variant in shuffle(kinds, f"beside-{number}"):
+            session = f"beside-{number}-{new}-{variant}"
+            messages = [build_message(session, sizes.beside_history)]
+            answer, *_ = await self.ask(CHOSEN, messages, session, sizes.answer)
+            messages.append({"role": "assistant", "content": answer.text})
+            messages.append(build_message(f"{session}/2", new))
             await self.forget()
-            async with self._streaming(f"{session}/{new}/{variant}") as stream:
+            async with self._streaming(session) as stream:
                 quiet_from = time.perf_counter()
                 await asyncio.sleep(sizes.quiet_seconds)
-                name = session if variant == CHOSEN else f"{session}-{new}-{variant}"
-                answer, path, reason = await self.ask(variant, branch, name, 1, forget=False)
+                answer, path, reason = await self.ask(variant, messages, session, 1, forget=False)
                 until = answer.sent_at + answer.first_token_s
                 await asyncio.sleep(sizes.quiet_seconds / 4)  # the token behind the longest gap is still to come
                 if stream.token_at[-1] < until:
@@ -270,7 +290,7 @@ async def running_bench(
         running_router(p, d, "--debug", environment=environment) as forcing,
         running_router(p, d, "--reuse", "OneWay", environment=environment) as one_way,
         # An idle router asks engines every five seconds; this one shall know what a busy one knows.
-        running_router(p, d, "--report-idle-seconds", "1", environment=environment) as choosing,
+        running_router(p, d, "--debug", "--report-idle-seconds", "1", environment=environment) as choosing,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), timeout=timeout) as http,
     ):
         for router in (forcing, one_way, choosing):
