@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 export UV_SYSTEM_CERTS := 1
 UV := $(or $(BIDIKV_CACHE),$(HOME)/.cache/bidikv)/tools/bin/uv
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cluster test-engine bench-kv bench-router soak-kv lint format generate constraints images engine \
+.PHONY: help setup demo test test-unit test-cluster test-engine bench-kv bench-router bench-paths soak-kv lint format generate constraints images engine \
         cluster-up cluster-down cluster-status clean
 
 help:  ## Show the targets
@@ -48,6 +48,9 @@ bench-kv: engine  ## Time to first token by turn, beside a monolith and upstream
 
 bench-router: setup  ## The router beside vllm-router, on one core each: speed, CPU, memory (30 minutes)
 	@$(PYTHON) -m e2e.bench.router $(ARGUMENTS)
+
+bench-paths: engine  ## The paths of a turn on real engines: time to first token, what the router chooses (7 minutes)
+	@$(PYTHON) -m e2e.bench.paths $(ARGUMENTS)
 
 MINUTES := 10
 soak-kv: engine  ## The KV protocol under kills, freezes, aborts and evictions; every answer is checked (MINUTES=10)

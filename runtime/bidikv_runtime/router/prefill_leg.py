@@ -87,8 +87,10 @@ class PrefillLeg:
     ) -> tuple[Endpoint, PrefillAnswer] | None:
         record, session, decode = turn.record, turn.record.session, turn.decode[0]
         body_bytes = len(turn.request.body)
-        # For a first turn, too: what prompts have in common is found by its content.
-        sources = self._fleet.choose_sources(session, decode, self._config.source_count)
+        sources: list[str] = []
+        if decision.path != "plain" or decision.reason != "forced":
+            # For a first turn, too: what prompts have in common is found by its content.
+            sources = self._fleet.choose_sources(session, decode, self._config.source_count)
         least = self._limits.token_ids_from
         with_ids = 0 < least <= decision.prompt_tokens and may_reuse_tokens(fields, record.route)
         pieces = build_prefill_body(
