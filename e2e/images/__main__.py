@@ -14,20 +14,27 @@ from e2e.cluster.progress import ClusterError, say
 from e2e.cluster.topology import CONTROL_PLANE
 from e2e.images.base import apply_base
 from e2e.images.catalog import (
-    ENGINE_STABLE_NAME,
+    STABLE_NAMES,
     build_engine_image,
     build_operator_image,
     build_references,
     build_runtime_image,
+    build_simulated_engine_image,
 )
 from e2e.images.oci import Image, find_architecture
-from e2e.images.python_layers import CHECKOUT, apply_dependencies, apply_packages_layer
+from e2e.images.python_layers import (
+    CHECKOUT,
+    SIMULATED_ENGINE,
+    apply_dependencies,
+    apply_packages_layer,
+    apply_simulated_engine_layer,
+)
 
 REFERENCES_FILE: Final = CHECKOUT / "build" / "images.json"
 
 
 def apply_all(paths: Paths) -> dict[str, Image]:
-    """The three images; what the cache holds is not made again."""
+    """All images; what the cache holds is not made again."""
     base = apply_base(paths)
     return {
         "operator": build_operator_image(
@@ -39,6 +46,12 @@ def apply_all(paths: Paths) -> dict[str, Image]:
             base, apply_dependencies(paths, "router", "tracing"), apply_packages_layer(paths, ("bidikv_runtime",))
         ),
         "engine": build_engine_image(base),
+        "simengine": build_simulated_engine_image(
+            base,
+            apply_dependencies(paths, distributions=SIMULATED_ENGINE),
+            apply_packages_layer(paths, ("bidikv_runtime",)),
+            apply_simulated_engine_layer(paths),
+        ),
     }
 
 
@@ -52,7 +65,7 @@ def _load(paths: Paths, images: dict[str, Image], references: dict[str, str]) ->
         say("The local cluster is not up: images are built, not loaded (run `make cluster-up`, then `make images`).")
         return
     named = [
-        ((references[name], ENGINE_STABLE_NAME) if name == "engine" else (references[name],), image)
+        ((references[name], STABLE_NAMES[name]) if name in STABLE_NAMES else (references[name],), image)
         for name, image in images.items()
     ]
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The three images of the local cluster, from their layers. Pure.
+"""The images of the local cluster, from their layers. Pure.
 
 Other clusters take ordinary builds of the Containerfiles in operator/ and runtime/; these need no image builder.
 """
@@ -15,6 +15,8 @@ REPOSITORY: Final = "docker.io/bidikv"
 ENGINE_FOLDER: Final = "/opt/bidikv/engine"
 """Where pods mount the engine's virtual environment from the host."""
 ENGINE_STABLE_NAME: Final = f"{REPOSITORY}/engine:local"
+SIMULATED_ENGINE_STABLE_NAME: Final = f"{REPOSITORY}/simengine:local"
+STABLE_NAMES: Final = {"engine": ENGINE_STABLE_NAME, "simengine": SIMULATED_ENGINE_STABLE_NAME}
 """For documents that cannot know a hash."""
 NON_ROOT: Final = "65532:65532"
 SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -41,6 +43,13 @@ def build_runtime_image(base: Layer, dependencies: Layer, packages: Layer) -> Im
 def build_engine_image(base: Layer) -> Image:
     """What surrounds vLLM, whose environment of several gigabytes is mounted at ``ENGINE_FOLDER``."""
     return Image((base,), environment={"PATH": f"{ENGINE_FOLDER}/bin:{SYSTEM_PATH}"})
+
+
+def build_simulated_engine_image(base: Layer, dependencies: Layer, packages: Layer, engine: Layer) -> Image:
+    """What stands for vLLM: the operator's command line starts ``e2e.simengine`` in it. As user 65532."""
+    entrypoint = ("python3", "-m", "vllm.entrypoints.openai.api_server")
+    environment = {name: value for name, value in PYTHON_ENVIRONMENT.items() if name != "PYTHONPATH"}
+    return Image((base, dependencies, packages, engine), entrypoint, environment, NON_ROOT)
 
 
 def build_references(images: dict[str, Image], architecture: str) -> dict[str, str]:

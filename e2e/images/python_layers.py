@@ -13,7 +13,7 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,10 @@ from e2e.images.oci import Layer, find_architecture, observe_layer, write_layer
 
 CHECKOUT: Final = Path(__file__).parents[2]
 LIBRARY: Final = "opt/bidikv/lib"
+DIST_PACKAGES: Final = f"usr/local/lib/python{PYTHON_VERSION}/dist-packages"
+"""Debian's Python looks here whatever PYTHONPATH says."""
+SIMULATED_ENGINE: Final = ("httptools", "msgspec", "prometheus-client", "pyzmq", "uvicorn", "uvloop")
+"""What ``e2e.simengine`` imports of others."""
 SOURCES: Final = ("operator/bidikv_operator", "runtime/bidikv_runtime", "crds")
 METADATA: Final = ("pyproject.toml", "README.md", "LICENSE")
 CONSTRAINTS: Final = CHECKOUT / "constraints.txt"
@@ -60,11 +64,12 @@ def find_sources(checkout: Path = CHECKOUT) -> list[Path]:
     return sorted(files)
 
 
-def apply_dependencies(paths: Paths, *extras: str) -> Layer:
-    """The layer with the extras' third-party distributions, pinned by constraints.txt."""
+def apply_dependencies(paths: Paths, *extras: str, distributions: Sequence[str] = ()) -> Layer:
+    """The layer with the extras' third-party distributions and some by name, pinned by constraints.txt."""
     project = (CHECKOUT / "pyproject.toml").read_text()
     requirements = [requirement for extra in extras for requirement in parse_extra(project, extra)]
-    name = "-".join(extras)
+    requirements += distributions
+    name = "-".join((*extras, *distributions))
     key = compute_key([*(requirement.encode() for requirement in requirements), CONSTRAINTS.read_bytes()])
     target = paths.images / f"{name}-dependencies-{key}.tar"
     if target.exists():
@@ -82,7 +87,7 @@ def apply_dependencies(paths: Paths, *extras: str) -> Layer:
                 f"--constraints={CONSTRAINTS}",
                 *requirements,
             ],
-            what=f"Installing the distributions of {' and '.join(extras)}",
+            what=f"Installing the distributions of {' and '.join(extras) or 'the simulated engine'}",
             log=paths.logs / f"image-{name}.log",
             limit_seconds=LIMIT_SECONDS,
         )
@@ -109,6 +114,35 @@ def apply_packages_layer(paths: Paths, packages: tuple[str, ...]) -> Layer:
                     archive.extract(entry, folder)
         _write_bytecode(folder)
         return write_layer(target, {LIBRARY: folder})
+
+
+def find_simulated_engine(checkout: Path = CHECKOUT) -> list[Path]:
+    """The files of ``e2e.simengine`` without its tests, sorted."""
+    folder = checkout / "e2e" / "simengine"
+    files = [path for path in folder.rglob("*.py") if "tests" not in path.relative_to(folder).parts]
+    return sorted([checkout / "e2e" / "__init__.py", *files])
+
+
+def apply_simulated_engine_layer(paths: Paths) -> Layer:
+    """The layer with ``e2e.simengine`` and the ``vllm`` that is it.
+
+    The operator gives engines a PYTHONPATH of its own; a ``.pth`` file leads to ``LIBRARY`` all the same.
+    """
+    files = find_simulated_engine()
+    target = paths.images / f"simulated-engine-{compute_key(_read_all(files))}.tar"
+    if target.exists():
+        return observe_layer(target)
+    with tempfile.TemporaryDirectory(prefix="bidikv-layer-") as name:
+        library, site = Path(name, "lib"), Path(name, "site")
+        for file in files:
+            place = library / file.relative_to(CHECKOUT)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, place)
+        (library / "e2e" / "simengine" / "as_vllm" / "vllm").rename(library / "vllm")
+        site.mkdir()
+        (site / "bidikv.pth").write_text(f"/{LIBRARY}\n")
+        _write_bytecode(library)
+        return write_layer(target, {LIBRARY: library, DIST_PACKAGES: site})
 
 
 def _read_all(files: Iterable[Path]) -> Iterable[bytes]:
