@@ -89,6 +89,8 @@ class EngineCore:
         self._hasher = BlockHasher(engine.hash_seed, engine.block_size)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._loaded: deque[Request] = deque()
+        """Their read has ended: they hold blocks and come before all that wait."""
         self._reading: dict[Request, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -101,11 +103,11 @@ class EngineCore:
     @property
     def requests(self) -> list[Request]:
         """The unfinished ones."""
-        return [*self._waiting, *self._running, *self._reading]
+        return [*self._waiting, *self._loaded, *self._running, *self._reading]
 
     @property
     def unfinished(self) -> int:
-        return len(self._waiting) + len(self._running) + len(self._reading)
+        return len(self._waiting) + len(self._loaded) + len(self._running) + len(self._reading)
 
     def close(self) -> None:
         """Close the connector's ports."""
@@ -150,7 +152,7 @@ class EngineCore:
             plan = self._schedule()
             if plan:
                 await self._step(plan)
-            elif self._waiting:
+            elif self._waiting or self._loaded:
                 await asyncio.sleep(DEFER_SECONDS)
             else:
                 self._wake.clear()
@@ -160,8 +162,9 @@ class EngineCore:
         """/metrics."""
         record = self._metrics.record
         record(metrics.RUNNING, len(self._running))
-        record(metrics.WAITING, len(self._waiting) + len(self._reading))
-        record(metrics.WAITING_BY_REASON, len(self._waiting), "capacity")
+        capacity = len(self._waiting) + len(self._loaded)
+        record(metrics.WAITING, capacity + len(self._reading))
+        record(metrics.WAITING_BY_REASON, capacity, "capacity")
         record(metrics.WAITING_BY_REASON, len(self._reading), "deferred")
         record(metrics.CACHE_USAGE, self.pool.usage)
         if self.connector is not None:
@@ -176,7 +179,9 @@ class EngineCore:
         budget = self._engine.step_tokens
         preempted = False
         for request in list(self._running):
-            if budget == 0 or request not in self._running:
+            if budget == 0:
+                break
+            if preempted and request not in self._running:
                 continue
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self._allocate(request, request.num_computed_tokens + count):
@@ -197,10 +202,15 @@ class EngineCore:
 
     def _admit(self, plan: dict[Request, int], budget: int) -> None:
         deferred: list[Request] = []
-        while self._waiting and budget and len(self._running) < self._engine.step_requests:
-            request = self._waiting[0]
-            external = 0
-            if not request.blocks:  # one whose read has ended has some
+        while (self._loaded or self._waiting) and budget and len(self._running) < self._engine.step_requests:
+            if self._loaded:
+                request = self._loaded[0]
+                count = min(request.num_tokens - request.num_computed_tokens, budget)
+                if not self._allocate(request, request.num_computed_tokens + count):
+                    break
+                self._loaded.popleft()
+            else:
+                request = self._waiting[0]
                 found = self._count_found(request)
                 matched = self.connector.match(request, found * self._size) if self.connector is not None else 0
                 if matched is None:
@@ -210,17 +220,11 @@ class EngineCore:
                     self._waiting.popleft()
                     self._finish(request, "error")
                     continue
-                external = matched
-                if not self._take_blocks(request, found, external or budget):
+                if not self._take_blocks(request, found, matched, budget):
                     break
                 self._waiting.popleft()
-                if self._begin_read(request, found, external):
+                if self._begin_read(request, found, matched):
                     continue
-            else:
-                count = min(request.num_tokens - request.num_computed_tokens, budget)
-                if not self._allocate(request, request.num_computed_tokens + count):
-                    break
-                self._waiting.popleft()
             self._running.append(request)
             if request.num_cached_tokens is None:
                 self._note_cached(request, 0)
@@ -234,14 +238,24 @@ class EngineCore:
             return 0
         return self.pool.count_cached(request.block_hashes[: (request.num_tokens - 1) // self._size])
 
-    def _take_blocks(self, request: Request, found: int, more: int) -> bool:
-        """Take the cached blocks and as many new ones as ``more`` tokens need; whether there were enough."""
+    def _take_blocks(self, request: Request, found: int, external: int, budget: int) -> bool:
+        """Take the cached blocks and as many new ones as the first step needs, or the read; whether there were enough.
+
+        As in vLLM 0.32, all of the prompt must fit. A read does not compute and cannot be preempted, so it must fit
+        beside what all others that are under way still need for their prompts: else they could wait for each other.
+        """
         request.blocks = self.pool.take_cached(request.block_hashes[:found])
-        if not self._allocate(request, min(request.num_tokens, found * self._size + more)):
+        reserved = sum(map(self._count_missing, [*self._loaded, *self._running, *self._reading])) if external else 0
+        if self._count_missing(request) > self.pool.free - reserved:
             self._free(request)
             return False
+        self._allocate(request, min(request.num_tokens, found * self._size + (external or budget)))
         request.cached_blocks, request.num_computed_tokens = found, found * self._size
         return True
+
+    def _count_missing(self, request: Request) -> int:
+        """Blocks that a request's tokens so far still need."""
+        return max(0, -(-request.num_tokens // self._size) - len(request.blocks))
 
     def _begin_read(self, request: Request, found: int, external: int) -> bool:
         """Whether the request now waits for a read."""
@@ -264,7 +278,7 @@ class EngineCore:
         self._cache(request)
         # The last token is computed again: its output is the next token.
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        self._waiting.appendleft(request)
+        self._loaded.append(request)
         self._wake.set()
 
     async def _step(self, plan: dict[Request, int]) -> None:
@@ -358,6 +372,8 @@ class EngineCore:
             self._running.remove(request)
         elif request in self._waiting:
             self._waiting.remove(request)
+        elif request in self._loaded:
+            self._loaded.remove(request)
         else:
             self._reading.pop(request, None)  # its task goes on and finds that nobody waits
 

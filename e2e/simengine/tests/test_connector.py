@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from e2e.simengine.faults import Faults, FaultSet
 from e2e.simengine.metrics import Metrics
 from e2e.simengine.settings import parse_engine
 from e2e.simengine.tests.inside import FAST, WAIT_SECONDS
+from e2e.simengine.text import Answer
 
 HOST = "127.0.0.1"
 SLOW_READ = {"BIDIKV_SIM_READ_SECONDS": "0.2"}
@@ -176,6 +178,58 @@ async def test_what_is_evicted_is_no_longer_reported_as_held() -> None:
         held = {session.name: session.held_tokens for session in d.report().sessions}
         assert held["second"] == 992
         assert held["first"] < 992 - 500
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_happens_answers_are_right_and_nothing_is_left(seed: int) -> None:
+    """Two small engines that read from each other, under more requests than fit, with aborts and lost caches."""
+    random = Random(seed)
+    environment = {"BIDIKV_SIM_READ_SECONDS": "0.003", "BIDIKV_SIM_STEP_SECONDS": "0.0005"}
+    pool = ("--num-gpu-blocks-override", "41", "--max-model-len", "600", "--max-num-batched-tokens", "128")
+    async with running_peers(*pool, environment=environment, bidikv_minimum_tokens=16) as peers:
+
+        async def run(number: int) -> None:
+            await asyncio.sleep(random.random() * 0.3)
+            at = random.randrange(2)
+            prompt = [*range(70_000, 70_000 + random.randrange(1, 400)), *range(80_000, 80_000 + random.randrange(100))]
+            params: dict[str, Any] = {"bidikv_sources": [peers[1 - at].source], "bidikv_session": str(number % 5)}
+            if random.random() < 0.3:
+                params["bidikv_handover"] = True
+            request = Request(str(number), list(prompt), random.randrange(1, 60), ignore_eos=True)
+            request.kv_transfer_params = params
+            peers[at].core.add(request)
+            if random.random() < 0.3:
+                await asyncio.sleep(random.random() * 0.05)
+                peers[at].core.abort(request)
+            generated = []
+            while True:
+                output = await request.outputs.get()
+                if output.token is not None:
+                    generated.append(output.token)
+                if output.finish is not None:
+                    break
+            expected = Answer(prompt, 48)
+            assert generated == [expected.next(may_end=False)[0] for _ in generated]
+            assert output.finish in ("length", "abort")
+            assert output.finish == "abort" or len(generated) == request.max_tokens
+
+        async def lose() -> None:
+            for _ in range(10):
+                await asyncio.sleep(random.random() * 0.05)
+                blocks = {random.randrange(1, 41) for _ in range(10)}
+                victim = random.choice(peers)
+                victim.core.pool.reset()
+                victim.core.pool.evict_blocks(block for block in blocks if not victim.core.pool.blocks[block].ref_cnt)
+
+        async with asyncio.timeout(WAIT_SECONDS):
+            await asyncio.gather(lose(), *(run(number) for number in range(60)))
+        assert sum(peer.value(contract.METRIC_REUSED_TOKENS) for peer in peers) > 0
+        assert sum(peer.value("vllm:num_preemptions_total") for peer in peers) > 0
+        for peer in peers:
+            assert peer.core.unfinished == 0
+            assert peer.core.pool.usage == 0
+            assert (peer.report().requests, peer.report().queued_tokens) == (0, 0)
+            assert all(block.ref_cnt == 0 for block in peer.core.pool.blocks[1:])
 
 
 async def test_engines_of_different_models_share_nothing() -> None:
