@@ -37,6 +37,9 @@ class FakeTransport:
     def writelines(self, pieces: Iterable[bytes]) -> None:
         self.written += b"".join(pieces)
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def write_eof(self) -> None:
         pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
 import json
 import logging
 import tracemalloc
@@ -14,7 +15,8 @@ from unittest.mock import Mock
 import aiohttp
 import pytest
 
-from bidikv_runtime.router.choice.endpoints import Pools
+from bidikv_runtime.router.choice.endpoints import Endpoint, Pools
+from bidikv_runtime.router.http.deadlines import Deadlines
 from bidikv_runtime.router.http.upstream import UpstreamConnection
 from bidikv_runtime.router.limits import Limits
 from bidikv_runtime.router.observe.record import TurnRecord
@@ -330,6 +332,63 @@ async def test_a_connection_that_nobody_waits_for_any_more_is_forgotten() -> Non
         await asyncio.sleep(0.1)
         watched = [owner for owner in pool.deadlines._watched if isinstance(owner, UpstreamConnection)]
         assert watched == []
+
+
+async def test_a_connection_with_an_unsent_request_is_not_used_again() -> None:
+    """An engine may answer, with an error for one, before it has read the whole request."""
+    connections = 0
+
+    async def answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"content-length: 2\r\n" in head.lower():
+            await reader.readexactly(2)
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}")
+        with contextlib.suppress(ConnectionError):
+            await left.wait()
+        writer.close()
+
+    left = asyncio.Event()
+    async with running_rig(prefill=1, decode=1) as rig:
+        server = await asyncio.start_server(answer_at_once, "127.0.0.1", 0, limit=1024)
+        port = server.sockets[0].getsockname()[1]
+        pools = rig.router.fleet.pools
+        rig.router.take_pools(Pools(pools.prefill, (Endpoint("127.0.0.1", port, 1),)))
+        try:
+            for body in (b'{"u": "%b"}' % (b"x" * 32 * 1024 * 1024), b"{}"):
+                async with asyncio.timeout(WAIT_SECONDS), rig.http.post("/tokenize", data=io.BytesIO(body)) as response:
+                    assert (response.status, await response.read()) == (413, b"{}")
+            assert connections == 2
+        finally:
+            left.set()
+            server.close()
+
+
+async def test_a_deadline_that_fails_does_not_end_all_others(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        deadline = 0.0
+
+        def on_deadline(self) -> None:
+            raise ValueError("a defect")
+
+    class Enforced:
+        deadline = 0.0
+
+        def on_deadline(self) -> None:
+            passed.set()
+
+    passed = asyncio.Event()
+    deadlines = Deadlines(asyncio.get_running_loop())
+    deadlines.watch(Failing())
+    try:
+        async with asyncio.timeout(WAIT_SECONDS):
+            while "a defect" not in caplog.text:  # noqa: ASYNC110 -- only the log tells
+                await asyncio.sleep(0.01)
+            deadlines.watch(Enforced())
+            await passed.wait()
+    finally:
+        deadlines.close()
 
 
 # --- who watches, and what is left behind ---

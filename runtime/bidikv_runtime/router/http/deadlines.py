@@ -8,8 +8,11 @@ of seconds and more.
 from __future__ import annotations
 
 import asyncio
+import logging
 from time import monotonic
 from typing import Final, Protocol
+
+logger = logging.getLogger(__name__)
 
 SWEEP_SECONDS: Final = 0.25
 
@@ -55,5 +58,8 @@ class Deadlines:
     def _sweep(self) -> None:
         now = monotonic()
         for owner in [owner for owner in self._watched if owner.deadline <= now]:
-            owner.on_deadline()
+            try:
+                owner.on_deadline()
+            except Exception:  # must not end the sweep, and with it the limits of everybody else
+                logger.exception("A deadline could not be enforced")
         self._timer = self._loop.call_later(SWEEP_SECONDS, self._sweep) if self._watched else None

@@ -216,16 +216,20 @@ class UpstreamConnection(asyncio.Protocol):
         return framed and (not self.pieces or self._last_piece.endswith((b"\n\n", b"\r\n\r\n")))
 
     def release(self) -> None:
-        """End the exchange: keep the connection if its answer was complete, else close it."""
+        """End the exchange: keep the connection if its answer was complete and the request was sent, else close it."""
         self._busy = False
         self._head_waiter = self._done = self._sink = None
         self._received = self._last_piece = b""
         self._paused_by_client = False
-        if self._complete and self._head is not None and self._head.keep_alive and not self.lost:
+        if self._complete and self._head is not None and self._head.keep_alive and not self.lost and self._is_sent():
             self._update_reading()
             self._pool.put(self)
         else:
             self.abort()
+
+    def _is_sent(self) -> bool:
+        """Whether the engine has taken the whole request: behind the rest of one, the next would wait for ever."""
+        return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     def abort(self) -> None:
         """Close at once; the engine aborts the request."""
