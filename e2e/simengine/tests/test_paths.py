@@ -115,18 +115,10 @@ async def debug(router: RouterProcess, what: str) -> list[dict[str, Any]]:
         return known
 
 
-@pytest.mark.parametrize(
-    ("path", "flags"),
-    [("local", ()), ("bidirectional", ()), ("plain", ("--reuse", "OneWay", "--local-limit-tokens", "0"))],
-)
+@pytest.mark.parametrize("path", ["local", "bidirectional", "plain"])
 async def test_every_path_reuses_what_it_should_and_gives_the_same_answer(
-    fleet: Fleet, path: str, flags: Sequence[str]
+    fleet: Fleet, router: RouterProcess, path: str
 ) -> None:
-    async with running_router([fleet.p.endpoint], [fleet.d.endpoint], *FAST_REPORTS, *flags) as router:
-        await check_path(fleet, router, path)
-
-
-async def check_path(fleet: Fleet, router: RouterProcess, path: str) -> None:
     messages = [say(f"{path}. {HISTORY}")]
     first, taken = await ask(router.url, messages)
     assert taken == "plain"
