@@ -18,14 +18,11 @@ import logging
 from time import monotonic
 from typing import Final
 
-from bidikv_runtime.contract import PATH_HEADER, RouterConfig
+from bidikv_runtime.contract import PATH_HEADER
 from bidikv_runtime.router.api.continuation import Recorder, Rewriter
 from bidikv_runtime.router.api.legs import check_fields
 from bidikv_runtime.router.api.splice import Buffer, compute_length
-from bidikv_runtime.router.choice.budget import RetryBudget
 from bidikv_runtime.router.choice.endpoints import Endpoint
-from bidikv_runtime.router.choice.fleet import Fleet
-from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.http1 import ResponseHead, finish_request_head
 from bidikv_runtime.router.http.upstream import (
     AnswerTimedOut,
@@ -34,9 +31,8 @@ from bidikv_runtime.router.http.upstream import (
     UpstreamConnection,
     UpstreamError,
 )
-from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.observe.metrics import Leg, RetryReason, RouterMetrics
-from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, RETRIED_STATUS, SUCCESS, Turn, explain_failure
+from bidikv_runtime.router.observe.metrics import Leg, RetryReason
+from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, RETRIED_STATUS, SUCCESS, Shared, Turn, explain_failure
 
 logger = logging.getLogger(__name__)
 
@@ -48,21 +44,8 @@ _MOST_CONTINUED: Final = 3
 class DecodeLeg:
     """Runs decode legs; shared by all requests."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        limits: Limits,
-        fleet: Fleet,
-        exchanges: Exchanges,
-        budget: RetryBudget,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._config = config
-        self._limits = limits
-        self._fleet = fleet
-        self._exchanges = exchanges
-        self._budget = budget
-        self._metrics = metrics
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
 
     async def run(self, turn: Turn, pieces: list[Buffer]) -> bool:
         """Have the session's decode engine answer, or the next one in its order.
@@ -90,13 +73,13 @@ class DecodeLeg:
             if not record.continued:
                 record.decode_sent_at = monotonic()
             try:
-                connection, answer = await self._exchanges.open(
+                connection, answer = await self._shared.exchanges.open(
                     "decode",
                     endpoint,
                     head,
                     pieces,
-                    first_byte_seconds=self._limits.decode_first_byte_seconds,
-                    idle_seconds=self._limits.decode_idle_seconds,
+                    first_byte_seconds=self._shared.limits.decode_first_byte_seconds,
+                    idle_seconds=self._shared.limits.decode_idle_seconds,
                 )
             except UpstreamError as error:
                 if isinstance(error, ConnectFailed):  # it does not know the request
@@ -131,7 +114,7 @@ class DecodeLeg:
         if endpoint is not turn.decode[0]:  # whose work was counted when it was chosen
             if turn.work is not None:
                 turn.work.end()
-            turn.work = self._fleet.decoding(endpoint)
+            turn.work = self._shared.fleet.decoding(endpoint)
         if turn.work is not None:
             turn.work.send()
 
@@ -139,7 +122,7 @@ class DecodeLeg:
         """Whether the leg may go to the next engine; from the last one both legs begin anew, once."""
         if last and (len(turn.decode) > 1 or turn.repeated):
             return False
-        if not self._budget.withdraw():
+        if not self._shared.budget.withdraw():
             return False
         turn.repeated = turn.repeated or last
         return True
@@ -151,11 +134,11 @@ class DecodeLeg:
             record.local_refusals += 1
             turn.local_refused = True
             if engine is turn.decode[0]:  # of another one, nobody expected it to hold the session
-                self._fleet.note_local(record.session, refused=True)
-            self._metrics.count_retry("decode", "local")
+                self._shared.fleet.note_local(record.session, refused=True)
+            self._shared.metrics.count_retry("decode", "local")
             return True
         record.handovers_lost += 1
-        if not self._budget.withdraw():
+        if not self._shared.budget.withdraw():
             return False
         turn.handover_lost = True
         self._retry(turn, "prefill", "handover")
@@ -165,7 +148,7 @@ class DecodeLeg:
         record, reply = turn.record, turn.reply
         record.phase = "stream"
         reply.on_first_byte = lambda: self._note_first_byte(turn)
-        if self._config.debug:
+        if self._shared.config.debug:
             reply.extra = [(_PATH_HEADER, record.path.encode("ascii"))]
         # Only a stream that is written in the router's own chunks can go on: of anything else (an error, a document, a
         # stream for HTTP/1.0) nobody would follow what the client has got.
@@ -177,7 +160,7 @@ class DecodeLeg:
         except UpstreamError as error:
             logger.warning("The answer of %s broke off: %s", engine.address, error)
             if isinstance(error, ConnectionLost):
-                self._fleet.note_failure(engine, "broken")
+                self._shared.fleet.note_failure(engine, "broken")
             if recorder is not None:
                 if ending := recorder.build_ending():
                     reply.end_events(ending)
@@ -200,8 +183,8 @@ class DecodeLeg:
         if decision is None:
             return
         if decision.path == "local":
-            self._fleet.note_local(record.session, refused=False)
-        self._fleet.note_turn(record.session, engine, record.body_bytes, record.prompt_tokens or None)
+            self._shared.fleet.note_local(record.session, refused=False)
+        self._shared.fleet.note_turn(record.session, engine, record.body_bytes, record.prompt_tokens or None)
 
     def _continue(self, turn: Turn, recorder: Recorder) -> bool:
         """Whether a broken stream goes on elsewhere; the turn's body is then what is left to do."""
@@ -209,7 +192,7 @@ class DecodeLeg:
         if record.continued >= _MOST_CONTINUED:
             return False
         follow_up = recorder.build_follow_up(request.body, check_fields(request.body))
-        if follow_up is None or not self._budget.withdraw():
+        if follow_up is None or not self._shared.budget.withdraw():
             return False
         logger.info("Going on with the answer of %s on another engine", record.decode)
         request.body = b"".join(follow_up)
@@ -220,13 +203,13 @@ class DecodeLeg:
     def _note_first_byte(self, turn: Turn) -> None:
         """A streamed answer's first byte went out."""
         record, decision = turn.record, turn.decision
-        self._metrics.observe_first_token(record)
+        self._shared.metrics.observe_first_token(record)
         if turn.work is not None:
             turn.work.finish_prompt()
         if decision is not None and not record.retries and not record.local_refusals:
             began = record.decode_sent_at if decision.path == "local" else record.prefill_sent_at
-            self._fleet.observe_first_byte(decision, record.first_byte_at - began)
+            self._shared.fleet.observe_first_byte(decision, record.first_byte_at - began)
 
     def _retry(self, turn: Turn, leg: Leg, reason: RetryReason) -> None:
         turn.record.retries += 1
-        self._metrics.count_retry(leg, reason)
+        self._shared.metrics.count_retry(leg, reason)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import monotonic
 
-from bidikv_runtime.contract import RouterConfig
-from bidikv_runtime.router.admission import Admission
 from bidikv_runtime.router.api.errors import ApiError
 from bidikv_runtime.router.api.legs import (
     PrefillAnswer,
@@ -20,38 +18,19 @@ from bidikv_runtime.router.api.legs import (
     parse_prefill_answer,
 )
 from bidikv_runtime.router.api.splice import Fields, compute_length
-from bidikv_runtime.router.choice.budget import RetryBudget
 from bidikv_runtime.router.choice.endpoints import Endpoint
-from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.choice.path import Decision
-from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.http1 import ResponseHead, finish_request_head
 from bidikv_runtime.router.http.upstream import AnswerTimedOut, ConnectFailed, UpstreamConnection, UpstreamError
-from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.observe.metrics import RetryReason, RouterMetrics
-from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, RETRIED_STATUS, SUCCESS, Turn, explain_failure
+from bidikv_runtime.router.observe.metrics import RetryReason
+from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, RETRIED_STATUS, SUCCESS, Shared, Turn, explain_failure
 
 
 class PrefillLeg:
     """Runs prefill legs; shared by all requests."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        limits: Limits,
-        fleet: Fleet,
-        exchanges: Exchanges,
-        admission: Admission,
-        budget: RetryBudget,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._config = config
-        self._limits = limits
-        self._fleet = fleet
-        self._exchanges = exchanges
-        self._admission = admission
-        self._budget = budget
-        self._metrics = metrics
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
 
     async def run(
         self, turn: Turn, fields: Fields, decision: Decision, salt: bytes | None
@@ -70,7 +49,7 @@ class PrefillLeg:
         Raises:
             ApiError: no engine gave an answer, or the turn was not admitted.
         """
-        admission, record = self._admission, turn.record
+        admission, record = self._shared.admission, turn.record
         if not admission.try_enter():
             record.phase = "queue"
             await admission.wait(turn.tenant)
@@ -90,8 +69,8 @@ class PrefillLeg:
         sources: list[str] = []
         if decision.path != "plain" or decision.reason != "forced":
             # For a first turn, too: what prompts have in common is found by its content.
-            sources = self._fleet.choose_sources(session, decode, self._config.source_count)
-        least = self._limits.token_ids_from
+            sources = self._shared.fleet.choose_sources(session, decode, self._shared.config.source_count)
+        least = self._shared.limits.token_ids_from
         with_ids = 0 < least <= decision.prompt_tokens and may_reuse_tokens(fields, record.route)
         pieces = build_prefill_body(
             fields,
@@ -104,11 +83,11 @@ class PrefillLeg:
         )
         bound = bound_prefill_answer(record.route, body_bytes, returns_tokens=with_ids)
         head = finish_request_head(turn.forwarded, compute_length(pieces))
-        seconds = self._limits.prefill_seconds
+        seconds = self._shared.limits.prefill_seconds
         tried: list[str] = []
         refused = 0
         while True:
-            endpoint = self._fleet.choose_prefill(session, decode, tried)
+            endpoint = self._shared.fleet.choose_prefill(session, decode, tried)
             if endpoint is None:
                 raise ApiError(503, "No prefill engine is ready; retry later.", retry_after=1)
             tried.append(endpoint.address)
@@ -116,9 +95,9 @@ class PrefillLeg:
             began = monotonic()
             if not record.continued:
                 record.prefill_sent_at = began
-            work = self._fleet.prefilling(endpoint, decision.uncached_tokens)
+            work = self._shared.fleet.prefilling(endpoint, decision.uncached_tokens)
             try:
-                connection, answer = await self._exchanges.open(
+                connection, answer = await self._shared.exchanges.open(
                     "prefill", endpoint, head, pieces, first_byte_seconds=seconds, idle_seconds=seconds
                 )
                 try:
@@ -139,14 +118,14 @@ class PrefillLeg:
             finally:
                 work.end()
             record.retries += 1
-            self._metrics.count_retry("prefill", reason)
+            self._shared.metrics.count_retry("prefill", reason)
 
     def _may_try_again(self, turn: Turn, decode: Endpoint, tried: Sequence[str], refused: int) -> bool:
         if len(tried) >= MOST_TRIES or len(tried) - refused >= MOST_REACHED:
             return False
-        if self._fleet.choose_prefill(turn.record.session, decode, tried) is None:
+        if self._shared.fleet.choose_prefill(turn.record.session, decode, tried) is None:
             return False
-        return self._budget.withdraw()
+        return self._shared.budget.withdraw()
 
     async def _read(self, endpoint: Endpoint, connection: UpstreamConnection, bound: int) -> bytearray | None:
         """The answer; None when it is longer than ``bound``, of which nothing is kept."""
@@ -159,7 +138,7 @@ class PrefillLeg:
         try:
             await connection.relay(keep, decoded=True)
         except UpstreamError:
-            self._fleet.note_failure(endpoint, "broken")
+            self._shared.fleet.note_failure(endpoint, "broken")
             raise
         return body if len(body) <= bound else None
 
@@ -175,9 +154,9 @@ class PrefillLeg:
         record.prompt_tokens = answer.prompt_tokens or 0
         if answer.prompt_tokens is None:
             record.unannounced += 1
-            if self._config.missing_prefill == "Fail":
+            if self._shared.config.missing_prefill == "Fail":
                 raise ApiError(502, "The prefill engine did not say what it computed; check its version.")
-        self._fleet.observe_prefill(endpoint, decision, answer.prompt_tokens, now - began)
+        self._shared.fleet.observe_prefill(endpoint, decision, answer.prompt_tokens, now - began)
         return answer
 
     async def _relay_verdict(self, turn: Turn, connection: UpstreamConnection, head: ResponseHead) -> None:

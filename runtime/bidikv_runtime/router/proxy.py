@@ -33,7 +33,7 @@ from bidikv_runtime.router.observe.metrics import RouterMetrics
 from bidikv_runtime.router.observe.record import Path, TurnRecord
 from bidikv_runtime.router.observe.trace_context import TRACEPARENT, start_trace
 from bidikv_runtime.router.reply import Reply
-from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, Turn, explain_failure
+from bidikv_runtime.router.turn import MOST_REACHED, MOST_TRIES, Shared, Turn, explain_failure
 from bidikv_runtime.router.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,8 @@ class Proxy:
         self.admission = Admission(pool.loop, limits, metrics.count_queue_refusal)
         self._exchanges = Exchanges(pool, fleet, metrics)
         self._models = ModelList(pool)
-        budget = RetryBudget(limits.retry_ratio, limits.retry_reserve)
-        self._budget = budget
-        self._turns = Turns(config, limits, fleet, self._exchanges, self.admission, budget, metrics)
+        self._budget = RetryBudget(limits.retry_ratio, limits.retry_reserve)
+        self._turns = Turns(Shared(config, limits, fleet, self._exchanges, self.admission, self._budget, metrics))
         self._in_flight = 0
         self.draining = False
 

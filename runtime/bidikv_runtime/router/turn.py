@@ -6,13 +6,20 @@ import logging
 from dataclasses import dataclass, field
 from typing import Final
 
+from bidikv_runtime.contract import RouterConfig
+from bidikv_runtime.router.admission import Admission
 from bidikv_runtime.router.api.continuation import Recorder
 from bidikv_runtime.router.api.errors import ApiError
+from bidikv_runtime.router.choice.budget import RetryBudget
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.choice.engine import Work
+from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.choice.path import Decision
+from bidikv_runtime.router.exchange import Exchanges
 from bidikv_runtime.router.http.client import ClientConnection, Request
 from bidikv_runtime.router.http.upstream import AnswerTimedOut, UpstreamError
+from bidikv_runtime.router.limits import Limits
+from bidikv_runtime.router.observe.metrics import RouterMetrics
 from bidikv_runtime.router.observe.record import Path, TurnRecord
 from bidikv_runtime.router.reply import Reply
 
@@ -25,6 +32,19 @@ MOST_TRIES: Final = 3
 """Of one leg, on different engines."""
 MOST_REACHED: Final = 2
 """How many of these may have received it: a request that ends engines must not end them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all turns use."""
+
+    config: RouterConfig
+    limits: Limits
+    fleet: Fleet
+    exchanges: Exchanges
+    admission: Admission
+    budget: RetryBudget
+    metrics: RouterMetrics
 
 
 @dataclass(slots=True)

@@ -11,43 +11,26 @@ makes vLLM abort the request. Nothing on a turn's way may swallow ``CancelledErr
 
 from __future__ import annotations
 
-from bidikv_runtime.contract import RouterConfig
-from bidikv_runtime.router.admission import Admission
 from bidikv_runtime.router.api.continuation import Recorder
 from bidikv_runtime.router.api.errors import ApiError
 from bidikv_runtime.router.api.legs import build_decode_body, check_fields, may_refuse, needs_prefill, wants_events
 from bidikv_runtime.router.api.session import build_response_id, identify
 from bidikv_runtime.router.api.splice import Buffer
 from bidikv_runtime.router.api.tenant import compute_cache_salt
-from bidikv_runtime.router.choice.budget import RetryBudget
 from bidikv_runtime.router.choice.endpoints import Endpoint
-from bidikv_runtime.router.choice.fleet import Fleet
 from bidikv_runtime.router.choice.path import TurnFacts
 from bidikv_runtime.router.decode_leg import DecodeLeg
-from bidikv_runtime.router.exchange import Exchanges
-from bidikv_runtime.router.limits import Limits
-from bidikv_runtime.router.observe.metrics import RouterMetrics
 from bidikv_runtime.router.prefill_leg import PrefillLeg
-from bidikv_runtime.router.turn import Turn
+from bidikv_runtime.router.turn import Shared, Turn
 
 
 class Turns:
     """Serves turns; shared by all requests."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        limits: Limits,
-        fleet: Fleet,
-        exchanges: Exchanges,
-        admission: Admission,
-        budget: RetryBudget,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._config = config
-        self._fleet = fleet
-        self._prefill = PrefillLeg(config, limits, fleet, exchanges, admission, budget, metrics)
-        self._decode = DecodeLeg(config, limits, fleet, exchanges, budget, metrics)
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._prefill = PrefillLeg(shared)
+        self._decode = DecodeLeg(shared)
 
     async def serve(self, turn: Turn) -> None:
         """Answer a turn.
@@ -72,14 +55,14 @@ class Turns:
         identity = identify(request.head.headers, fields, request.body)
         session = record.session = identity.session
         turn.tenant = identity.tenant
-        turn.decode = self._fleet.choose_decode(session)
+        turn.decode = self._shared.fleet.choose_decode(session)
         if not turn.decode:  # prefill must not compute for nobody
             raise ApiError(503, "No decode engine is ready; retry later.", retry_after=1)
         if wants_events(fields) and not record.streamed:
             turn.reply.expect_events()
-        salt = compute_cache_salt(identity.tenant, fields) if self._config.cache_salt_by_tenant else None
+        salt = compute_cache_salt(identity.tenant, fields) if self._shared.config.cache_salt_by_tenant else None
         response_id = build_response_id(session) if record.route == "responses" else ""
-        if self._config.continue_streams and turn.recorder is None and wants_events(fields):
+        if self._shared.config.continue_streams and turn.recorder is None and wants_events(fields):
             turn.recorder = Recorder.build(record.route, fields)
         turn.guarded = False
         if not needs_prefill(fields, record.route):
@@ -94,7 +77,7 @@ class Turns:
             forced=turn.forced,
             repeated=turn.local_refused or not guardable,
         )
-        decision = turn.decision = self._fleet.choose_path(facts, turn.decode[0])
+        decision = turn.decision = self._shared.fleet.choose_path(facts, turn.decode[0])
         record.path, record.reason = decision.path, decision.reason
         if decision.path == "local":
             turn.guarded = True
@@ -128,4 +111,4 @@ class Turns:
     def _count_work(self, turn: Turn, endpoint: Endpoint, tokens: int) -> None:
         if turn.work is not None:
             turn.work.end()
-        turn.work = self._fleet.decoding(endpoint, tokens)
+        turn.work = self._shared.fleet.decoding(endpoint, tokens)
