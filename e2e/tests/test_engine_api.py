@@ -100,7 +100,7 @@ async def run_prefill(deployment: Deployment, route: Route, body: bytes, **optio
 async def test_decode_finds_exactly_the_prompt_that_prefill_computed(
     deployment: Deployment, route: Route, parameters: dict[str, Any]
 ) -> None:
-    limit = {} if route == "responses" else {"max_tokens": 8}
+    limit = {"max_output_tokens" if route == "responses" else "max_tokens": 8}
     body = json.dumps({"model": SERVED_MODEL, **limit, **parameters}).encode()
     prefilled = await run_prefill(deployment, route, body)
     assert prefilled.prompt_tokens is not None
