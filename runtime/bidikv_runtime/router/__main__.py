@@ -101,8 +101,12 @@ def parse_settings(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--config", type=Path, help=f"default: {ROUTER_CONFIG_DIR}/{ROUTER_CONFIG_FILE}")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=ROUTER_PORT, help="default: %(default)s")
-    parser.add_argument("--static-prefill", metavar="HOST:PORT[@LOOKUP_PORT[@STATE_PORT]],...", help="prefill engines; no cluster")
-    parser.add_argument("--static-decode", metavar="HOST:PORT[@LOOKUP_PORT[@STATE_PORT]],...", help="decode engines; no cluster")
+    parser.add_argument(
+        "--static-prefill", metavar="HOST:PORT[@LOOKUP_PORT[@STATE_PORT]],...", help="prefill engines; no cluster"
+    )
+    parser.add_argument(
+        "--static-decode", metavar="HOST:PORT[@LOOKUP_PORT[@STATE_PORT]],...", help="decode engines; no cluster"
+    )
     parser.add_argument("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
     add_config_arguments(parser)
     add_limit_arguments(parser)
