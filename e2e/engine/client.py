@@ -181,13 +181,16 @@ class EngineClient:
             results: list[Any] = (await response.json())["results"]
             return results
 
-    async def reset_prefix_cache(self, *, running: bool = False) -> bool:
+    async def reset_prefix_cache(self, *, running: bool = False, connector: bool = False) -> bool:
         """Empty the engine's prefix cache; whether it did (it refuses while blocks are in use).
 
-        With ``running``, vLLM preempts the requests that hold blocks.
+        With ``running``, vLLM preempts the requests that hold blocks. With ``connector``, it tells the connector, which
+        ends its holds: without, the emptied blocks of earlier sessions are still the last ones to be used again.
         """
         assert self._session is not None, "use the client as a context manager"
         query = {"reset_running_requests": "true"} if running else {}
+        if connector:
+            query["reset_external"] = "true"
         async with self._session.post("/reset_prefix_cache", params=query) as response:
             return response.status == 200 and bool((await response.json())["success"])
 

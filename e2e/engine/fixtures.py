@@ -121,7 +121,11 @@ class Deployment:
         self.fault()
         events_file(self._faults).unlink(missing_ok=True)
         for client in (self.p, self.d, self.m):
-            await eventually(client.reset_prefix_cache, f"{client.engine.name} to reset its prefix cache")
+
+            async def reset(client: EngineClient = client) -> bool:
+                return await client.reset_prefix_cache(connector=client is not self.m)
+
+            await eventually(reset, f"{client.engine.name} to reset its prefix cache")
 
     async def turn(
         self,
