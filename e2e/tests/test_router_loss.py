@@ -175,7 +175,7 @@ def await_answers(load: Load, more: int) -> None:
 def test_losing_routers_under_load_fails_no_request_and_moves_no_session(two_decode_engines: Service) -> None:
     service = two_decode_engines  # noqa: F811
     salt = uuid.uuid4().hex
-    # On one decode engine or on both: where prefill is in the zone of one of them only, sessions go there until it is full.
+    # On one decode engine or on both: one that shares prefill's zone comes first until it has its share of load.
     before = {session: find_decode_engine(service, session) for session in (f"{salt}-{n}" for n in range(SESSIONS))}
 
     load = Load(service.url)
