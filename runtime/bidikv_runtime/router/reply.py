@@ -25,6 +25,7 @@ from bidikv_runtime.router.http.http1 import (
     LAST_CHUNK,
     Headers,
     ResponseHead,
+    build_chunk,
     build_local_response,
     build_response_head,
 )
@@ -134,7 +135,7 @@ class Reply:
     def _write_chunk(self, data: bytes) -> None:
         if data:
             self._at_event_end = data.endswith((b"\n\n", b"\r\n\r\n"))
-            self._client.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._client.write(build_chunk(data))
 
     # --- errors of the router ---
 
