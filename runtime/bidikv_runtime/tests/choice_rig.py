@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from bidikv_runtime.contract import EngineReport, RouterConfig, SessionReport
 from bidikv_runtime.router.choice.endpoints import Endpoint, Pools
 from bidikv_runtime.router.choice.fleet import Fleet
+from bidikv_runtime.router.choice.ring import compute_weights
 from bidikv_runtime.router.limits import Limits
 
 CONFIG = RouterConfig(namespace="ns", prefill_service="p", decode_service="d", served_model_name="m")
@@ -78,3 +79,10 @@ class FleetRig:
     def first(self, session: bytes) -> Endpoint:
         """The decode engine that a turn of ``session`` would go to."""
         return self.fleet.choose_decode(session)[0]
+
+
+def rank(key: bytes, names: Iterable[str]) -> list[str]:
+    """What a ranking must be: ``names`` from the highest to the lowest weight, whatever their order."""
+    names = list(names)
+    weights = compute_weights(key, [name.encode() for name in names])
+    return [name for _, name in sorted(zip(weights, names, strict=True), reverse=True)]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from bidikv_runtime.router.choice.decode import compute_capacity
 from bidikv_runtime.router.choice.endpoints import Pools
-from bidikv_runtime.router.choice.ring import rank
-from bidikv_runtime.tests.choice_rig import FleetRig, decode, endpoint, held, prefill, sessions
+from bidikv_runtime.tests.choice_rig import FleetRig, decode, endpoint, held, prefill, rank, sessions
 
 FOUR = [decode(number) for number in range(1, 5)]
 P = [prefill(1)]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from bidikv_runtime.router.choice.breaker import Breaker, BreakerLimits
 from bidikv_runtime.router.choice.engine import Engine, Totals
 from bidikv_runtime.router.choice.ranking import Rankings
-from bidikv_runtime.router.choice.ring import compute_weights, rank
-from bidikv_runtime.tests.choice_rig import decode, sessions
+from bidikv_runtime.router.choice.ring import compute_weights
+from bidikv_runtime.tests.choice_rig import decode, rank, sessions
 
 names = st.lists(st.text(min_size=1, max_size=8), unique=True, min_size=1, max_size=8)
 keys = st.binary(min_size=16, max_size=16)

@@ -26,10 +26,3 @@ def compute_weights(key: bytes, names: Iterable[bytes]) -> list[bytes]:
         digest.update(name)
         weights.append(digest.digest())
     return weights
-
-
-def rank(key: bytes, names: Iterable[str]) -> list[str]:
-    """``names`` from the highest to the lowest weight for ``key``; the order of ``names`` does not matter."""
-    names = list(names)
-    weights = compute_weights(key, [name.encode() for name in names])
-    return [name for _, name in sorted(zip(weights, names, strict=True), reverse=True)]
