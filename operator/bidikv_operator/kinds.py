@@ -50,6 +50,13 @@ CONFIG_MAP: Final = Kind("", "v1", "ConfigMap", "configmaps")
 SERVICE: Final = Kind("", "v1", "Service", "services")
 DEPLOYMENT: Final = Kind("apps", "v1", "Deployment", "deployments")
 POD_DISRUPTION_BUDGET: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+SECRET: Final = Kind("", "v1", "Secret", "secrets")
+"""Read and written by name, never listed or watched."""
+CONTROLLER_REVISION: Final = Kind("apps", "v1", "ControllerRevision", "controllerrevisions")
+NETWORK_POLICY: Final = Kind("networking.k8s.io", "v1", "NetworkPolicy", "networkpolicies")
+RESOURCE_CLAIM_TEMPLATE: Final = Kind("resource.k8s.io", "v1", "ResourceClaimTemplate", "resourceclaimtemplates")
+LEADER_WORKER_SET: Final = Kind("leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet", "leaderworkersets")
+POD_MONITOR: Final = Kind("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors")
 POD: Final = Kind("", "v1", "Pod", "pods")
 LEASE: Final = Kind("coordination.k8s.io", "v1", "Lease", "leases")
 EVENT: Final = Kind("events.k8s.io", "v1", "Event", "events")
@@ -66,3 +73,6 @@ CHILD_KINDS: Final = (
 """In the order of writing: identity and configuration exist before the pods that mount them."""
 WATCHED_KINDS: Final = (INFERENCE, *CHILD_KINDS, POD)
 """All but the resource itself are watched by our label only."""
+
+OPTIONAL_KINDS: Final = (RESOURCE_CLAIM_TEMPLATE, LEADER_WORKER_SET, POD_MONITOR)
+"""Used by resources that ask for them, where the cluster serves them."""

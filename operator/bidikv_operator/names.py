@@ -35,6 +35,13 @@ ANNOTATION_CONFIG_HASH: Final = f"{GROUP}/config-hash"
 ANNOTATION_APPLIED_HASH: Final = f"{GROUP}/applied-hash"
 """On every child: hash of the whole object as it was applied. Tells a later process what the earlier one wanted."""
 
+LABEL_GROUP: Final = f"{GROUP}/group"
+"""On engine pods and what makes them: engines of one group were made to exchange KV (``revision.py``)."""
+ANNOTATION_INPUT: Final = f"{GROUP}/input"
+"""On what makes engine pods: hash of the part of the spec that their template was built from."""
+ANNOTATION_DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
+"""Kubernetes' own: of two pods a scale-down removes the one of lower cost."""
+
 # --- roles ------------------------------------------------------------------------------------------------------------
 Role = Literal["prefill", "decode", "router"]
 PREFILL: Final = "prefill"
@@ -44,6 +51,9 @@ ENGINE_CONTAINER: Final = "engine"
 ROUTER_CONTAINER: Final = "router"
 INSTALL_CONTAINER: Final = "install-connector"
 
+ENGINE_ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE)
+ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE, ROUTER)
+
 # --- conditions -------------------------------------------------------------------------------------------------------
 ACCEPTED: Final = "Accepted"
 PREFILL_READY: Final = "PrefillReady"
@@ -51,6 +61,9 @@ DECODE_READY: Final = "DecodeReady"
 ROUTER_READY: Final = "RouterReady"
 PROGRESSING: Final = "Progressing"
 READY: Final = "Ready"
+TRANSPORT_VERIFIED: Final = "TransportVerified"
+SCALING: Final = "Scaling"
+DEGRADED: Final = "Degraded"
 CONDITION_TYPES: Final = (ACCEPTED, PREFILL_READY, DECODE_READY, ROUTER_READY, PROGRESSING, READY)
 ROLE_CONDITIONS: Final[dict[Role, str]] = {"prefill": PREFILL_READY, "decode": DECODE_READY, "router": ROUTER_READY}
 
@@ -74,6 +87,31 @@ REASON_OUT_OF_MEMORY: Final = "OutOfMemory"
 REASON_CRASHING: Final = "ContainerCrashing"
 REASON_POD_CREATION_FAILED: Final = "PodCreationFailed"
 REASON_READY: Final = "Ready"
+REASON_PAUSED: Final = "Paused"
+REASON_ROLLOUT_FAILED: Final = "RolloutFailed"
+REASON_KIND_MISSING: Final = "KindNotServed"
+"""The cluster lacks an optional kind that the resource asks for (LeaderWorkerSet, PodMonitor)."""
+
+# of TransportVerified
+REASON_VERIFIED: Final = "Verified"
+REASON_FELL_BACK: Final = "FellBackToTCP"
+REASON_WRONG_BACKEND: Final = "WrongBackend"
+REASON_BELOW_FLOOR: Final = "BelowFloor"
+REASON_NO_TRAFFIC: Final = "NoTraffic"
+REASON_NO_REPORTS: Final = "NoReports"
+
+# of Scaling
+REASON_DISABLED: Final = "Disabled"
+REASON_WITHIN_BOUNDS: Final = "WithinBounds"
+REASON_AT_MINIMUM: Final = "AtMinimum"
+REASON_AT_MAXIMUM: Final = "AtMaximum"
+
+# of Degraded
+REASON_AS_EXPECTED: Final = "AsExpected"
+REASON_UNREACHABLE: Final = "EnginesUnreachable"
+REASON_RECYCLED: Final = "EngineRecycled"
+REASON_MODEL_NOT_FOUND: Final = "ModelNotFound"
+REASON_ACCESS_DENIED: Final = "ModelAccessDenied"
 
 
 def child_name(owner: str, suffix: str, limit: int = 63) -> str:

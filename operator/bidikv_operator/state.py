@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bidikv_operator.cache import ChildRef
+from bidikv_operator.kinds import Kind
+from bidikv_operator.names import Role
+from bidikv_runtime.contract import EngineReport
 
 Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """One engine pod as its own report tells."""
+
+    pod: str
+    uid: str
+    role: Role
+    address: str
+    """``host:port`` of its lookup port, as peers name it."""
+    report: EngineReport | None
+    """The last one; None before any."""
+    age_seconds: float = 0.0
+    """Of the report; without one, since the pod was first asked."""
+    unreachable_seconds: float = 0.0
+    """For how long most of its peers have reported it as unreachable; 0 when they do not."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +38,9 @@ class Observed:
     resource: Object
     children: Mapping[ChildRef, Object]
     pods: tuple[Object, ...]
+    engines: tuple[EngineFacts, ...] = ()
+    missing_kinds: frozenset[Kind] = field(default_factory=frozenset)
+    """Optional kinds that the cluster does not serve."""
 
 
 @dataclass(frozen=True)

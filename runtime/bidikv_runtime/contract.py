@@ -7,6 +7,7 @@ configuration key that crosses a process boundary is written here and nowhere el
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -96,12 +97,18 @@ ENV_LOOKUP_HOST: Final = "BIDIKV_LOOKUP_HOST"
 ENV_TOKEN_FILE: Final = "BIDIKV_TOKEN_FILE"
 """File with the tokens that authenticate peers, one per line: the first one signs, every one is accepted. It is read
 again when it changes, so a token rotates without a restart. Unset: peers are not authenticated."""
+TOKEN_DIR: Final = "/etc/bidikv-token"
+"""Where engines and routers mount the Secret with the tokens."""
+TOKEN_KEY: Final = "tokens"
+"""Key of that Secret, and so the file's name."""
+DRAIN_MODULE: Final = "bidikv_runtime.drain"
+"""``python3 -m``: what an engine's preStop hook runs; returns when nothing would be lost, or at its deadline."""
 
 # --- what an engine reports to routers ------------------------------------------------------------------------------
 REPORT_PATH: Final = "/report"
 """On ``STATE_PORT``: ``GET /report?epoch=<epoch>&since=<sequence>`` gives an ``EngineReport`` as JSON, with the
-sessions that changed after ``since`` (all of them when the epoch is another or missing). It wants a token if there is a
-file."""
+sessions that changed after ``since`` (all of them when the epoch is another or missing); ``&sessions=0`` leaves them
+out. It wants a token if there is a file."""
 MAXIMUM_REPORTED_SESSIONS: Final = 4096
 """In one report: the most recently changed ones."""
 
@@ -120,6 +127,22 @@ class SessionReport:
     """Of these, from the front: tokens whose KV was still cached when this was reported."""
     body_bytes: int
     """``BODY_BYTES_PARAM`` of that turn; 0 when unknown."""
+
+
+@dataclass(frozen=True)
+class TransportReport:
+    """What has moved an engine's KV since its start, over all ranks and peers. For the operator's verification."""
+
+    backend: str
+    """NIXL's, as LIBFABRIC or UCX."""
+    provider: str
+    """What the backend moves bytes with: efa, cxi, rdma, tcp or unknown."""
+    warning: str = ""
+    """One sentence when KV moves slower than the configuration makes one expect."""
+    read_bytes: int = 0
+    failed_reads: int = 0
+    bandwidth: float = 0.0
+    """Bytes a second, the least that was measured with a peer; 0 before any was."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +165,15 @@ class EngineReport:
     free_blocks: float
     """Share of KV blocks that no unfinished request uses, 0 to 1."""
     sessions: tuple[SessionReport, ...] = ()
+    unread_sessions: int = 0
+    """Sessions whose next turn is expected and whose KV no other engine has read since their last turn ended here:
+    what would be lost with this engine."""
+    unread_handovers: int = 0
+    """Finished prefills that decode has not read yet."""
+    unreachable: tuple[str, ...] = ()
+    """Lookup addresses of peers that were asked within the last minutes and did not answer, most silent first."""
+    transport: TransportReport | None = None
+    """None before the workers have told."""
     version: int = 1
 
 
@@ -199,6 +231,7 @@ ROUTER_CONFIG_FILE: Final = "router.json"
 
 ReuseMode = Literal["Bidirectional", "OneWay"]
 """Bidirectional: prefill reads the history from decode. OneWay: KV moves from prefill to decode only."""
+MissingPrefill = Literal["Decode", "Fail"]
 Fabric = Literal["EFA", "TCP"]
 BACKENDS: Final[dict[str, str]] = {"EFA": "LIBFABRIC", "TCP": "UCX"}
 """NIXL backend per fabric. UCX over EFA silently falls to emulation speed, hence LIBFABRIC."""
@@ -220,10 +253,19 @@ class RouterConfig:
     lookup_port: int = LOOKUP_PORT
     state_port: int = STATE_PORT
     """Of the engines' reports; 0 asks for none."""
+    prefill_ranks: int = 1
+    """Data-parallel ranks of each prefill pod: engines of their own, whose lookup and state ports count up by one."""
+    decode_ranks: int = 1
+    adapter_names: tuple[str, ...] = ()
+    """LoRA adapters that clients may name as model, beside the served name."""
+    ttft_objective_seconds: float = 0.0
+    """What the 90th percentile of the time to first token should be; 0: no objective."""
+    itl_objective_seconds: float = 0.0
+    """The same of the time between two tokens."""
     local_limit_tokens: int = 512
     """A turn of which decode has to compute at most this much may go to it alone; 0 for never. Decode's other streams
     wait while it computes."""
-    missing_prefill: Literal["Decode", "Fail"] = "Decode"
+    missing_prefill: MissingPrefill = "Decode"
     """What to do when prefill's answer does not say what it computed: decode computes what it does not find, or the
     turn fails with 502."""
     continue_streams: bool = False
@@ -248,8 +290,12 @@ class RouterConfig:
         return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
 
 
-def kv_transfer_config(*, fabric: Fabric, lookup_port: int = LOOKUP_PORT) -> dict[str, Any]:
+def kv_transfer_config(
+    *, fabric: Fabric, lookup_port: int = LOOKUP_PORT, options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The value of vLLM's ``--kv-transfer-config`` for an engine of either role.
+
+    ``options`` are further ``bidikv_*`` keys of the connector's ``settings.py``.
 
     ``kv_both`` on both sides: a reading ``kv_producer`` lacks deferred block freeing (vLLM 0.32 scheduler). The failure
     policy is a top-level field; vLLM ignores it inside the extra config.
@@ -259,5 +305,9 @@ def kv_transfer_config(*, fabric: Fabric, lookup_port: int = LOOKUP_PORT) -> dic
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"backends": [BACKENDS[fabric]], "bidikv_lookup_port": lookup_port},
+        "kv_connector_extra_config": {
+            "backends": [BACKENDS[fabric]],
+            "bidikv_lookup_port": lookup_port,
+            **(options or {}),
+        },
     }
