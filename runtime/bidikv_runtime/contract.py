@@ -76,6 +76,8 @@ SESSION_PART_HEADERS: Final = ("thread-id", "x-claude-code-agent-id")
 SESSION_BODY_KEYS: Final = ("prompt_cache_key", "conversation_id", "session_id")
 """Body keys that name the session when no header does; ``router/api/session.py`` knows some more that need reading."""
 
+RANK_HEADER: Final = "x-data-parallel-rank"
+"""vLLM's own: which data-parallel rank behind its API a request is for. Only the router sets it."""
 PATH_HEADER: Final = "x-bidikv-path"
 """With the router's ``debug``: a request with it takes this path (local, bidirectional or plain); every answer names
 its path in it."""
@@ -225,6 +227,11 @@ DIRECTION_UNKNOWN: Final = "unknown"
 METRIC_TIME_TO_FIRST_TOKEN: Final = "bidikv_router_time_to_first_token_seconds"
 """Histogram by ``path``: from a streamed request fully received to the first byte of its answer's body."""
 
+METRIC_OBJECTIVE: Final = "bidikv_router_objective_seconds"
+"""Gauge by ``objective`` (ttft, itl): what the resource asks of the 90th percentile; absent without an objective."""
+METRIC_OBJECTIVE_TURNS: Final = "bidikv_router_objective_turns_total"
+"""Streamed answers by ``objective`` and whether they ``met`` it: yes, no."""
+
 # --- the router's configuration -------------------------------------------------------------------------------------
 ROUTER_CONFIG_DIR: Final = "/etc/bidikv"
 ROUTER_CONFIG_FILE: Final = "router.json"
@@ -256,8 +263,6 @@ class RouterConfig:
     prefill_ranks: int = 1
     """Data-parallel ranks of each prefill pod: engines of their own, whose lookup and state ports count up by one."""
     decode_ranks: int = 1
-    adapter_names: tuple[str, ...] = ()
-    """LoRA adapters that clients may name as model, beside the served name."""
     ttft_objective_seconds: float = 0.0
     """What the 90th percentile of the time to first token should be; 0: no objective."""
     itl_objective_seconds: float = 0.0

@@ -122,8 +122,8 @@ def parse_settings(arguments: Sequence[str] | None) -> Settings:
     static = None
     if is_static:
         static = Pools(
-            parse_static(given.static_prefill or "", config.lookup_port, config.state_port),
-            parse_static(given.static_decode or "", config.lookup_port, config.state_port),
+            parse_static(given.static_prefill or "", config.lookup_port, config.state_port, config.prefill_ranks),
+            parse_static(given.static_decode or "", config.lookup_port, config.state_port, config.decode_ranks),
         )
         if not static.prefill or not static.decode:
             raise ValueError("static mode needs at least one engine in --static-prefill and in --static-decode")

@@ -25,6 +25,10 @@ _FLAGS: Final = {
     "reuse": "where KV may come from for prefill: decode (Bidirectional), or nowhere (OneWay)",
     "source_count": "decode engines that are offered to prefill as sources",
     "state_port": "engines' port for reports; 0 to ask for none",
+    "prefill_ranks": "data-parallel ranks of each prefill engine, whose ports count up by one",
+    "decode_ranks": "data-parallel ranks of each decode engine",
+    "ttft_objective_seconds": "what the 90th percentile of the time to first token should be; 0 for no objective",
+    "itl_objective_seconds": "the same of the time between two tokens",
     "local_limit_tokens": "most prompt tokens that decode may compute alone; 0 for never",
     "missing_prefill": "when prefill does not say what it computed: decode computes it (Decode), or 502 (Fail)",
     "continue_streams": "go on with a stream on another engine when decode dies within",
@@ -119,6 +123,14 @@ def _check_count(value: int) -> str:
     return "" if value >= 0 else "give a number of at least 0"
 
 
+def _check_ranks(value: int) -> str:
+    return "" if 1 <= value <= 64 else "give a number from 1 to 64"
+
+
+def _check_seconds(value: float) -> str:
+    return "" if math.isfinite(value) and value >= 0 else "give a number of seconds, or 0 for no objective"
+
+
 def _check_share(value: float) -> str:
     return "" if math.isfinite(value) and 0 <= value <= 1 else "give a number from 0 to 1"
 
@@ -138,6 +150,10 @@ _CHECKS: Final[dict[str, Callable[[Any], str]]] = {
     "lookup_port": _check_port,
     "state_port": _check_optional_port,
     "source_count": _check_count,
+    "prefill_ranks": _check_ranks,
+    "decode_ranks": _check_ranks,
+    "ttft_objective_seconds": _check_seconds,
+    "itl_objective_seconds": _check_seconds,
     "local_limit_tokens": _check_count,
     "trace_endpoint": _check_endpoint,
     "trace_ratio": _check_share,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from bidikv_runtime.router.api.splice import Buffer
 from bidikv_runtime.router.choice.endpoints import Endpoint
 from bidikv_runtime.router.choice.fleet import Fleet
-from bidikv_runtime.router.http.http1 import ResponseHead
+from bidikv_runtime.router.http.http1 import ResponseHead, address_rank
 from bidikv_runtime.router.http.pool import UpstreamPool
 from bidikv_runtime.router.http.upstream import (
     AnswerTimedOut,
@@ -59,6 +59,8 @@ class Exchanges:
         Raises:
             UpstreamError: no answer.
         """
+        if endpoint.rank >= 0:
+            head = address_rank(head, endpoint.rank)
         fresh = False
         while True:
             connection: UpstreamConnection | None = None

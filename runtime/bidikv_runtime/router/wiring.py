@@ -40,7 +40,11 @@ class Router:
         """
         loop = asyncio.get_running_loop()
         self.limits = limits
-        self.metrics = RouterMetrics(limits.max_sessions_remembered)
+        self.metrics = RouterMetrics(
+            limits.max_sessions_remembered,
+            ttft_objective=config.ttft_objective_seconds,
+            itl_objective=config.itl_objective_seconds,
+        )
         self.fleet = Fleet(monotonic, limits, config)
         deadlines = Deadlines(loop)
         self.pool = UpstreamPool(loop, limits, deadlines)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,18 @@ def test_an_engine_has_a_zone_a_name_and_the_configured_ports() -> None:
     one, other = pools_of(item).decode
     assert (one.zone, one.name, one.port, one.lookup_port, one.state_port) == ("eu-1a", "x", 8000, 5700, 5800)
     assert (other.zone, other.name) == ("", "")
+
+
+def test_each_data_parallel_rank_is_an_engine() -> None:
+    config = replace(CONFIG, decode_ranks=2)
+    slices = (slice_of("p-1", "p", ("10.0.0.1", READY)), slice_of("d-1", "d", ("10.0.1.1", READY)))
+    pools = build_pools([msgspec.convert(item, EndpointSlice) for item in slices], config)
+    assert [e.address for e in pools.ready_decode] == ["10.0.1.1:8000#0", "10.0.1.1:8000#1"]
+    assert [(e.port, e.lookup, e.state_port) for e in pools.decode] == [
+        (8000, "10.0.1.1:5700", 5800),
+        (8000, "10.0.1.1:5701", 5801),
+    ]
+    assert [e.address for e in pools.prefill] == ["10.0.0.1:8000"]
 
 
 @pytest.mark.parametrize(

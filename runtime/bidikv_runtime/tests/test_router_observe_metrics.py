@@ -217,6 +217,27 @@ def test_what_happened_is_counted(change: dict[str, Any], name: str, labels: dic
     assert observe(replace(STREAM, **change)).value(name, **labels) == value
 
 
+def test_streamed_answers_are_held_against_the_objectives() -> None:
+    metrics = RouterMetrics(100, ttft_objective=0.5, itl_objective=0.1)
+    for seconds, chunks in ((0.5, 11), (0.6, 11), (0.1, 1)):
+        record = TurnRecord(received_at=10.0, status=200, streamed=True, first_byte_at=10.0 + seconds, chunks=chunks)
+        record.last_byte_at = record.ended_at = record.first_byte_at + 1.1
+        metrics.observe_first_token(record)
+        metrics.observe(record)
+    metrics.observe_first_token(TurnRecord(received_at=10.0, status=503, streamed=False, first_byte_at=11.0))
+    scrape = Scrape(metrics)
+    name = "bidikv_router_objective_turns_total"
+    assert scrape.value(name, objective="ttft", met="yes") == 2
+    assert scrape.value(name, objective="ttft", met="no") == 1
+    assert scrape.value(name, objective="itl", met="yes") == 0
+    assert scrape.value(name, objective="itl", met="no") == 2
+    assert scrape.value("bidikv_router_objective_seconds", objective="itl") == 0.1
+
+
+def test_without_objectives_nothing_is_told_of_them() -> None:
+    assert b"objective=" not in RouterMetrics(1).render()
+
+
 def test_no_label_names_a_session_or_an_engine_of_a_request() -> None:
     text = RouterMetrics(10)
     text.observe(STREAM)

@@ -2,12 +2,15 @@
 
 ``ready`` engines get requests. ``serving`` ones include those that terminate but still answer: their KV can be read, so
 they remain sources until they are gone. Both follow the conditions of ``discovery.k8s.io/v1`` EndpointSlices.
+
+A data-parallel rank has a KV cache of its own, so it is an engine of its own here: its pod's API is told which rank is
+meant, and its ports count up by its number, as vLLM's side channel does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Role = Literal["prefill", "decode"]
@@ -32,15 +35,33 @@ class Endpoint:
     """Of its reports; 0 when it gives none."""
     name: str = ""
     """Of the pod, for people."""
+    rank: int = -1
+    """Of the data-parallel ranks behind this API the one that is meant; -1: there is only one."""
     address: str = field(init=False)
-    """``host:port``: the identity in rankings, loads and pools."""
+    """``host:port`` or ``host:port#rank``: the identity in rankings, loads and pools."""
     lookup: str = field(init=False)
     """``host:lookup_port``: the identity as a source of KV."""
 
     def __post_init__(self) -> None:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        object.__setattr__(self, "address", f"{host}:{self.port}")
+        suffix = f"#{self.rank}" if self.rank >= 0 else ""
+        object.__setattr__(self, "address", f"{host}:{self.port}{suffix}")
         object.__setattr__(self, "lookup", f"{host}:{self.lookup_port}")
+
+
+def expand_ranks(endpoint: Endpoint, ranks: int) -> tuple[Endpoint, ...]:
+    """The data-parallel ranks of the engine at ``endpoint``, which holds the ports of the first one."""
+    if ranks == 1:
+        return (endpoint,)
+    return tuple(
+        replace(
+            endpoint,
+            rank=rank,
+            lookup_port=endpoint.lookup_port + rank,
+            state_port=endpoint.state_port + rank if endpoint.state_port else 0,
+        )
+        for rank in range(ranks)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +97,18 @@ def is_ready(endpoint: Endpoint) -> bool:
     return endpoint.ready and endpoint.serving and not endpoint.terminating
 
 
-def parse_static(text: str, lookup_port: int, state_port: int = 0) -> tuple[Endpoint, ...]:
-    """Engines from ``host:port[@lookup_port[@state_port]][,...]``.
+def parse_static(text: str, lookup_port: int, state_port: int = 0, ranks: int = 1) -> tuple[Endpoint, ...]:
+    """Engines from ``host:port[@lookup_port[@state_port]][,...]``, each of so many data-parallel ranks.
 
     Raises:
         ValueError: an entry is malformed; the sentence names it.
     """
-    endpoints = []
+    endpoints: list[Endpoint] = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
         address, *ports = entry.split("@")
         host, _, port = address.rpartition(":")
         if not host or len(ports) > 2 or not all(number.isdigit() for number in (port, *ports)):
             raise ValueError(f"the static engine {entry!r} is not host:port or host:port@lookup_port[@state_port]")
         lookup, state = [*map(int, ports), *(lookup_port, state_port)[len(ports) :]]
-        endpoints.append(Endpoint(host.strip("[]"), int(port), lookup, state_port=state))
+        endpoints += expand_ranks(Endpoint(host.strip("[]"), int(port), lookup, state_port=state), ranks)
     return tuple(endpoints)

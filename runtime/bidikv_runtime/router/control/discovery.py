@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from bidikv_runtime.contract import RouterConfig
-from bidikv_runtime.router.choice.endpoints import Endpoint, Pools
+from bidikv_runtime.router.choice.endpoints import Endpoint, Pools, expand_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def build_pools(slices: Iterable[EndpointSlice], config: RouterConfig) -> Pools:
     """The snapshot that ``slices`` describe.
 
     A nil ``ready`` means true and a nil ``serving`` means the value of ``ready`` (the API's documented defaults). An
-    address may be in two slices for a moment; the entry that serves wins.
+    address may be in two slices for a moment; the entry that serves wins. Each data-parallel rank is an endpoint.
     """
     found: dict[str, dict[str, Endpoint]] = {config.prefill_service: {}, config.decode_service: {}}
     for item in slices:
@@ -114,10 +114,12 @@ def build_pools(slices: Iterable[EndpointSlice], config: RouterConfig) -> Pools:
             if known is None or (endpoint.serving, endpoint.ready) > (known.serving, known.ready):
                 service[endpoint.address] = endpoint
 
-    def in_order(service: str) -> tuple[Endpoint, ...]:
-        return tuple(endpoint for _, endpoint in sorted(found[service].items()))
+    def in_order(service: str, ranks: int) -> tuple[Endpoint, ...]:
+        return tuple(rank for _, endpoint in sorted(found[service].items()) for rank in expand_ranks(endpoint, ranks))
 
-    return Pools(in_order(config.prefill_service), in_order(config.decode_service))
+    return Pools(
+        in_order(config.prefill_service, config.prefill_ranks), in_order(config.decode_service, config.decode_ranks)
+    )
 
 
 @dataclass(frozen=True)

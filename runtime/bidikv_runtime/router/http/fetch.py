@@ -59,7 +59,8 @@ async def fetch(
     Raises:
         UpstreamError: no whole answer in time, or one larger than ``limit``.
     """
-    lines = [f"GET {target} HTTP/1.1", f"host: {origin.address}", *(f"{name}: {value}" for name, value in headers)]
+    host = origin.address.partition("#")[0]
+    lines = [f"GET {target} HTTP/1.1", f"host: {host}", *(f"{name}: {value}" for name, value in headers)]
     head = "\r\n".join([*lines, "", ""]).encode("latin-1")
     try:
         async with asyncio.timeout(seconds):

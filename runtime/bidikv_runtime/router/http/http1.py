@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
-from bidikv_runtime.contract import HANDOVER_ANSWERED_LOST, HANDOVER_GUARDED, HANDOVER_HEADER
+from bidikv_runtime.contract import HANDOVER_ANSWERED_LOST, HANDOVER_GUARDED, HANDOVER_HEADER, RANK_HEADER
 
 Headers = list[tuple[bytes, bytes]]
 """Header fields in the order received, names in lower case."""
@@ -33,7 +33,8 @@ HOP_BY_HOP: Final = frozenset(
 )
 """RFC 9110 section 7.6.1, and the older names still in use."""
 _HANDOVER: Final = HANDOVER_HEADER.encode("ascii")
-_DROPPED: Final = HOP_BY_HOP | {b"content-length", b"expect", _HANDOVER}
+_RANK: Final = RANK_HEADER.encode("ascii")
+_DROPPED: Final = HOP_BY_HOP | {b"content-length", b"expect", _HANDOVER, _RANK}
 """And what the router writes itself."""
 _ANSWERED_LOST: Final = HANDOVER_ANSWERED_LOST.encode("ascii")
 _GUARDED: Final = b"%b: %b\r\n" % (_HANDOVER, HANDOVER_GUARDED.encode("ascii"))
@@ -103,6 +104,11 @@ def finish_request_head(forwarded: bytes, length: int | None, *, guarded: bool =
     """
     framing = b"\r\n" if length is None else b"content-length: %d\r\n\r\n" % length
     return forwarded + _GUARDED + framing if guarded else forwarded + framing
+
+
+def address_rank(head: bytes, rank: int) -> bytes:
+    """A whole request head, for one of the data-parallel ranks behind an engine's API."""
+    return b"%b%b: %d\r\n\r\n" % (head[:-2], _RANK, rank)
 
 
 @dataclass(slots=True)

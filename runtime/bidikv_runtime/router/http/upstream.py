@@ -47,7 +47,7 @@ class Origin(Protocol):
 
     @property
     def address(self) -> str:
-        """``host:port``: whose idle connections may be used."""
+        """``host:port``, perhaps with a rank after ``#``: whose idle connections may be used."""
 
 
 class UpstreamError(Exception):

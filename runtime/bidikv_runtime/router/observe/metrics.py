@@ -11,13 +11,14 @@ is scraped. Invariants:
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from bidikv_runtime.contract import METRIC_TIME_TO_FIRST_TOKEN
+from bidikv_runtime.contract import METRIC_OBJECTIVE, METRIC_OBJECTIVE_TURNS, METRIC_TIME_TO_FIRST_TOKEN
 from bidikv_runtime.router.choice.endpoints import Pools
 from bidikv_runtime.router.observe.engine_view import EngineView
 from bidikv_runtime.router.observe.instruments import Counter, Gauge, Histogram, Instrument, Key
@@ -82,7 +83,10 @@ _PHASES: Final[tuple[Phase, ...]] = ("receive", "queue", "prefill", "decode", "s
 class RouterMetrics:
     """All instruments of a router."""
 
-    def __init__(self, max_sessions_remembered: int) -> None:
+    def __init__(
+        self, max_sessions_remembered: int, *, ttft_objective: float = 0.0, itl_objective: float = 0.0
+    ) -> None:
+        """Objectives are in seconds, of the time to the first token and between two tokens; 0: none."""
         self.instruments: list[Instrument] = []
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
@@ -93,6 +97,7 @@ class RouterMetrics:
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         self._live: dict[int, TurnRecord] = {}
         """Requests that have not ended, by the record's identity."""
+        self._ttft_objective, self._itl_objective = ttft_objective, itl_objective
         self._build_latencies()
         self._build_counters()
         self._build_gauges()
@@ -166,9 +171,27 @@ class RouterMetrics:
         )
         self._sessions = count(SESSIONS, "Sessions not seen among the most recent ones.")
         self._log_lines_dropped = count(LOG_LINES_DROPPED, "Lines of the access log that nobody took in time.")
+        self._objectives = count(
+            METRIC_OBJECTIVE_TURNS,
+            "Streamed answers by whether they met an objective. ttft: time to the first token; itl: mean time between "
+            "two pieces.",
+            "objective",
+            "met",
+            known=[(name, met) for name, _ in self._read_objectives() for met in ("yes", "no")],
+        )
+
+    def _read_objectives(self) -> list[tuple[str, float]]:
+        objectives = (("ttft", self._ttft_objective), ("itl", self._itl_objective))
+        return [(name, seconds) for name, seconds in objectives if seconds > 0]
 
     def _build_gauges(self) -> None:
         gauge = self._gauge
+        gauge(
+            METRIC_OBJECTIVE,
+            "What the 90th percentile should be: of the time to the first token (ttft), between two tokens (itl).",
+            "objective",
+            read=lambda: [((name,), seconds) for name, seconds in self._read_objectives()],
+        )
         self.in_flight = gauge(IN_FLIGHT, "Requests in flight.")
         self.in_flight.set_function(lambda: len(self._live))
         self.buffered_bytes = gauge(BUFFERED_BYTES, "Bytes of request bodies held.")
@@ -217,7 +240,10 @@ class RouterMetrics:
 
     def observe_first_token(self, record: TurnRecord) -> None:
         """A stream's first byte went out. Not counted at its end: who scales by this cannot wait for long answers."""
-        self._time_to_first_token.observe((record.path,), compute_first_token_seconds(record))
+        seconds = compute_first_token_seconds(record)
+        self._time_to_first_token.observe((record.path,), seconds)
+        if self._ttft_objective and not math.isnan(seconds):
+            self._objectives.add(("ttft", "yes" if seconds <= self._ttft_objective else "no"))
 
     def observe(self, record: TurnRecord) -> None:
         """The request ended: count and time it."""
@@ -264,7 +290,10 @@ class RouterMetrics:
         for stage, begin, end in compute_stages(record):
             self._stages.observe((path, stage), end - begin)
         if record.streamed and record.chunks > 1:
-            self._inter_token.observe((), (record.last_byte_at - record.first_byte_at) / (record.chunks - 1))
+            seconds = (record.last_byte_at - record.first_byte_at) / (record.chunks - 1)
+            self._inter_token.observe((), seconds)
+            if self._itl_objective:
+                self._objectives.add(("itl", "yes" if seconds <= self._itl_objective else "no"))
             self._longest_gap.observe((), record.longest_gap)
 
     # --- events that no record tells ---
