@@ -41,6 +41,12 @@ ANNOTATION_INPUT: Final = f"{GROUP}/input"
 """On what makes engine pods: hash of the part of the spec that their template was built from."""
 ANNOTATION_DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Kubernetes' own: of two pods a scale-down removes the one of lower cost."""
+ANNOTATION_TOKEN_PHASE: Final = f"{GROUP}/token-phase"
+"""On the Secret with the peers' tokens: how far a rotation is (``peer_token.py``)."""
+ANNOTATION_TOKEN_SINCE: Final = f"{GROUP}/token-since"
+"""On it: since when, in UTC."""
+ANNOTATION_TOKEN_ROTATION: Final = f"{GROUP}/token-rotation"
+"""On it: digest of the text in the resource that last asked for a rotation."""
 
 # --- roles ------------------------------------------------------------------------------------------------------------
 Role = Literal["prefill", "decode", "router"]

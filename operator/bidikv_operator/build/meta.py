@@ -72,6 +72,11 @@ def config_name(resolved: Resolved) -> str:
     return names.child_name(resolved.name, "router-config")
 
 
+def token_secret_name(resolved: Resolved) -> str:
+    """Secret with the tokens by which engines and routers know each other (``peer_token.py`` writes it)."""
+    return names.child_name(resolved.name, "peer-token")
+
+
 def compute_replicas(resolved: Resolved, role: names.Role) -> int:
     return {
         "prefill": resolved.prefill.replicas,
