@@ -21,7 +21,7 @@ from kubernetes.aio.config import ConfigException
 from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
 from bidikv_operator.health import HealthServer, Pulse
-from bidikv_operator.kinds import INFERENCE, LEASE, WATCHED_KINDS
+from bidikv_operator.kinds import INFERENCE, LEASE, OPTIONAL_KINDS, WATCHED_KINDS, Kind
 from bidikv_operator.kube import ApiError, ForbiddenError, Kube, TransientError, connect
 from bidikv_operator.lease import Lease, LeaseTerms
 from bidikv_operator.metrics import Metrics
@@ -85,6 +85,11 @@ class Operator:
             limit=settings.queue_limit,
             observer=QueueObserver(on_run=self._metrics.record_run),
         )
+        self._optional: frozenset[Kind] = frozenset()
+        self._discovered = asyncio.Event()
+        """Set when ``_optional`` says which optional kinds are watched."""
+        self._forbidden: set[Kind] = set()
+        """Optional kinds about whose missing rights the log has told."""
         self._watch_fault: str | None = None
         self._health = HealthServer(self._read_pulse, self._refresh_metrics, self._metrics)
 
@@ -138,12 +143,12 @@ class Operator:
             StartError: the watches could not be opened.
             WorkerDiedError: a worker of the queue ended.
         """
-        watches = len(WATCHED_KINDS) * max(1, len(self._settings.namespaces))
         try:
             async with asyncio.timeout(WATCH_LIMIT_SECONDS):
-                await self._ages.wait_for(watches)
+                await self._discovered.wait()
+                await self._ages.wait_for(len(self._kinds()) * max(1, len(self._settings.namespaces)))
         except TimeoutError:
-            raise StartError(f"not all {watches} watches could be opened; check the operator's rights") from None
+            raise StartError("not all watches could be opened; check the operator's rights") from None
         await self._resync()
         self._queue.start()
         while True:
@@ -157,12 +162,13 @@ class Operator:
             self._metrics.corrections.inc(found)
             if found:
                 logger.warning("%d objects differed from what the watches had told", found)
+            await self._look_for_new_kinds()
 
     async def _resync(self) -> int:
         """Correct the cache and name every resource. Returns how many objects differed."""
         while True:
             try:
-                corrections = await resync(self._kube, self._cache, self._settings.namespaces)
+                corrections = await resync(self._kube, self._cache, self._settings.namespaces, self._kinds())
                 break
             except ApiError as error:
                 logger.warning("The cache could not be compared with the API server: %s", error)
@@ -175,10 +181,13 @@ class Operator:
         """Run kopf. Returns when ``stop`` is set, raises or returns when a watch failed for good."""
         # Again: the wait for the lease may have been long, and kopf would wait for ever for a kind that has gone.
         await self._check_discovery()
+        self._optional = await self._find_optional_kinds()
+        self._reconciler.missing_kinds = frozenset(OPTIONAL_KINDS) - self._optional
+        self._discovered.set()
         existing = asyncio.all_tasks()
         tasks = await kopf.spawn_tasks(
-            registry=build_registry(self._cache, self._queue.add, self._ages),
-            settings=build_settings(),
+            registry=build_registry(self._cache, self._queue.add, self._ages, self._kinds()),
+            settings=build_settings(self._kinds()),
             # Unless it is told, kopf asks for the user's name, which an arbitrary uid in a container has not.
             identity=cast(Any, self._settings.identity),
             standalone=True,
@@ -221,6 +230,51 @@ class Operator:
         if missing:
             listed = ", ".join(f"{kind.plural} {kind.api_version}" for kind in missing)
             raise StartError(f"the API server does not serve {listed}; use a newer Kubernetes")
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        """What is watched: the optional kinds as far as they are there."""
+        return (*WATCHED_KINDS, *(kind for kind in OPTIONAL_KINDS if kind in self._optional))
+
+    async def _find_optional_kinds(self) -> frozenset[Kind]:
+        """The optional kinds that the API server serves and lets this operator list.
+
+        Raises:
+            StartError: the API server does not answer.
+        """
+        found = set()
+        try:
+            for kind in OPTIONAL_KINDS:
+                if await self._kube.discover(kind) and await self._may_list(kind):
+                    found.add(kind)
+        except ApiError as error:
+            raise StartError(f"the API server does not answer: {error}") from error
+        return frozenset(found)
+
+    async def _may_list(self, kind: Kind) -> bool:
+        try:
+            for namespace in self._settings.namespaces or (None,):
+                await self._kube.try_list(kind, namespace)
+        except ForbiddenError as error:
+            if kind not in self._forbidden:
+                logger.warning("%s is left alone as if it were not served: %s", kind.kind, error)
+            self._forbidden.add(kind)
+            return False
+        return True
+
+    async def _look_for_new_kinds(self) -> None:
+        """Stop, cleanly, when an optional kind is there that was not: the next start watches it.
+
+        kopf takes no further kind while it runs. One that goes away ends its watch, and so this process.
+        """
+        try:
+            new = await self._find_optional_kinds() - self._optional
+        except StartError as error:
+            logger.warning("Optional kinds could not be looked for: %s", error)
+            return
+        if new:
+            listed = ", ".join(sorted(kind.kind for kind in new))
+            logger.info("%s is served now; stopping, to watch it from the next start on", listed)
+            self._stop.set()
 
     async def _check_rights(self) -> None:
         """kopf would end with a traceback where one sentence does.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bidikv_operator.cache import Key, ObjectCache
+from bidikv_operator.kinds import Kind
 from bidikv_operator.state import Observed
 
 
-def observe(cache: ObjectCache, key: Key) -> Observed | None:
+def observe(cache: ObjectCache, key: Key, missing_kinds: frozenset[Kind] = frozenset()) -> Observed | None:
     """None when the resource does not exist."""
     resource = cache.resource(key)
     if resource is None:
         return None
-    return Observed(resource=resource, children=cache.children(key), pods=cache.pods(key))
+    return Observed(resource=resource, children=cache.children(key), pods=cache.pods(key), missing_kinds=missing_kinds)

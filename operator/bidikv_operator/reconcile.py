@@ -14,6 +14,7 @@ from bidikv_operator.apply import Applier
 from bidikv_operator.build import build_all
 from bidikv_operator.cache import Key, ObjectCache
 from bidikv_operator.events import post_events
+from bidikv_operator.kinds import Kind
 from bidikv_operator.kube import ApiError, ConflictError, Kube, NotFoundError, NotLeaderError, TransientError
 from bidikv_operator.observe import observe
 from bidikv_operator.resolved import Resolved
@@ -35,6 +36,8 @@ class Reconciler:
     cache: ObjectCache
     runtime_image: str
     identity: str
+    missing_kinds: frozenset[Kind] = frozenset()
+    """Optional kinds that this cluster does not serve, or not to this operator."""
     _applier: Applier = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ class Reconciler:
             raise RetryLaterError(str(error)) from error
 
     async def _reconcile(self, key: Key) -> Result:
-        observed = observe(self.cache, key)
+        observed = observe(self.cache, key, self.missing_kinds)
         if observed is None:
             self._applier.forget(key)
             return Done()

@@ -33,18 +33,21 @@ class Corrections:
     """The resources that they belong to, among them ones that are gone."""
 
 
-async def resync(client: ListClient, cache: ObjectCache, namespaces: Collection[str]) -> Corrections:
+async def resync(
+    client: ListClient, cache: ObjectCache, namespaces: Collection[str], kinds: Collection[Kind] = WATCHED_KINDS
+) -> Corrections:
     """List everything that is watched and correct the cache.
 
     Args:
         namespaces: those that are served; empty means all.
+        kinds: what is watched.
 
     Raises:
         ApiError: a list failed; what was corrected before stays corrected.
     """
     count, keys = 0, set[Key]()
     for namespace in namespaces or (None,):
-        for kind in WATCHED_KINDS:
+        for kind in kinds:
             selector = "" if kind == INFERENCE else names.LABEL_OWNER
             listed = await client.list(kind, namespace, label_selector=selector)
             found, concerned = cache.correct(kind, namespace, listed.items, listed.resource_version)

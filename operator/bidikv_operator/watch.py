@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ import kopf
 
 from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
-from bidikv_operator.kinds import CHILD_KINDS, POD, WATCHED_KINDS, Kind
+from bidikv_operator.kinds import INFERENCE, WATCHED_KINDS, Kind
 
 SERVER_TIMEOUT_SECONDS: Final = 300
 """The API server ends a watch after so long, and kopf opens it again: a sign of life per watch."""
@@ -65,7 +65,9 @@ class WatchAges:
         return trace
 
 
-def build_registry(cache: ObjectCache, enqueue: Callable[[Key], None], ages: WatchAges) -> kopf.OperatorRegistry:
+def build_registry(
+    cache: ObjectCache, enqueue: Callable[[Key], None], ages: WatchAges, kinds: Iterable[Kind] = WATCHED_KINDS
+) -> kopf.OperatorRegistry:
     """A registry of its own: kopf's default one is global and would leak between tests."""
     registry = kopf.OperatorRegistry()
 
@@ -81,7 +83,7 @@ def build_registry(cache: ObjectCache, enqueue: Callable[[Key], None], ages: Wat
         )
         return kopf.AiohttpSession(server=found.server, aiohttp_session=session)
 
-    for kind in WATCHED_KINDS:
+    for kind in kinds:
         _register(registry, kind, cache, enqueue)
     return registry
 
@@ -97,7 +99,7 @@ def _register(registry: kopf.OperatorRegistry, kind: Kind, cache: ObjectCache, e
             enqueue(key)
 
 
-def build_settings() -> kopf.OperatorSettings:
+def build_settings(kinds: Iterable[Kind] = WATCHED_KINDS) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.posting.loggers = False
@@ -108,9 +110,10 @@ def build_settings() -> kopf.OperatorSettings:
     settings.watching.chunk_size = PAGE_SIZE
     settings.watching.server_timeout = SERVER_TIMEOUT_SECONDS
     settings.process.ultimate_exiting_timeout = 20
-    for kind in (*CHILD_KINDS, POD):
-        # The server sends only what carries our label; a cluster's other pods never reach this process.
-        settings.watching.label_selectors[kopf_selector(kind)] = names.LABEL_OWNER
+    for kind in kinds:
+        if kind != INFERENCE:
+            # The server sends only what carries our label; a cluster's other pods never reach this process.
+            settings.watching.label_selectors[kopf_selector(kind)] = names.LABEL_OWNER
     return settings
 
 

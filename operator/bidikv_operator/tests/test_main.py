@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bidikv_operator import __main__ as module
-from bidikv_operator.kinds import INFERENCE, POD, Kind
+from bidikv_operator.kinds import INFERENCE, LEADER_WORKER_SET, OPTIONAL_KINDS, POD, POD_MONITOR, WATCHED_KINDS, Kind
 from bidikv_operator.kube import ForbiddenError, NotFoundError, TransientError
 from bidikv_operator.settings import Settings
 
@@ -130,6 +130,34 @@ async def test_kopf_is_told_who_it_is_and_where_to_watch(monkeypatch: pytest.Mon
     await make_operator(StartingKube())._watch(asyncio.Event())
     assert told["identity"] == SETTINGS.identity
     assert (told["standalone"], told["clusterwide"], told["namespaces"]) == (True, True, ())
+
+
+async def test_optional_kinds_that_are_not_there_are_not_watched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kube = StartingKube()
+    kube.missing, kube.forbidden = (LEADER_WORKER_SET,), POD_MONITOR
+    operator, told = make_operator(kube), dict[str, Any]()
+
+    async def spawn_tasks(**arguments: Any) -> list[asyncio.Task[None]]:
+        told.update(arguments)
+        return []
+
+    async def run_tasks(tasks: object, *, ignored: object) -> None:
+        return None
+
+    monkeypatch.setattr("kopf.spawn_tasks", spawn_tasks)
+    monkeypatch.setattr("kopf.run_tasks", run_tasks)
+    await operator._watch(asyncio.Event())
+    watched = {handler.selector.plural for handler in told["registry"]._watching.get_all_handlers()}
+    assert watched == {kind.plural for kind in (*WATCHED_KINDS, *OPTIONAL_KINDS)} - {"leaderworkersets", "podmonitors"}
+    assert operator._reconciler.missing_kinds == {LEADER_WORKER_SET, POD_MONITOR}
+    await operator._look_for_new_kinds()
+    assert not operator._stop.is_set()
+    assert caplog.text.count("PodMonitor is left alone as if it were not served: podmonitors is forbidden") == 1
+    kube.missing = ()
+    await operator._look_for_new_kinds()
+    assert operator._stop.is_set(), "the next start watches it"
 
 
 async def test_a_failed_watch_is_named_and_not_the_workers_that_kopf_cancels(
