@@ -172,8 +172,17 @@ class EngineReport:
     what would be lost with this engine."""
     unread_handovers: int = 0
     """Finished prefills that decode has not read yet."""
+    held_sessions: int = 0
+    """Sessions whose last turn ended here and of whose KV some is still cached."""
+    prompt_tokens: int = 0
+    """Of all requests that have ended since the start."""
+    reused_tokens: int = 0
+    """Of these, tokens whose KV was read from other engines."""
     unreachable: tuple[str, ...] = ()
-    """Lookup addresses of peers that were asked within the last minutes and did not answer, most silent first."""
+    """Lookup addresses of peers that were asked within the last minutes, for at least half a minute, and never
+    answered or never could be read; longest unreachable first."""
+    reached: tuple[str, ...] = ()
+    """Lookup addresses of peers that were asked within the last minutes, and whose last answer came."""
     transport: TransportReport | None = None
     """None before the workers have told."""
     version: int = 1
