@@ -1,8 +1,8 @@
 """Copy this package into a folder: how the connector reaches a stock vLLM image.
 
 Runs as init container of an engine pod (``python3 -m bidikv_runtime.install /opt/bidikv/connector``); the engine then
-has that folder on PYTHONPATH. Only what a vLLM process imports is copied: the contract and the connector, not
-the router.
+has that folder on PYTHONPATH. Only what runs in an engine's container is copied: the contract, the connector and the
+preStop hook, not the router.
 
 The target appears all at once: the copy is made beside it and renamed into place, so that an interrupted run leaves no
 half package, and a repeated one (a restarted init container) replaces it. Standard library only.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 PACKAGE: Final = Path(__file__).resolve().parent
-PARTS: Final = ("__init__.py", "contract.py", "connector")
+PARTS: Final = ("__init__.py", "contract.py", "drain.py", "connector")
 SKIPPED: Final = shutil.ignore_patterns("tests", "__pycache__", "*.pyc", "*.md")
 
 

@@ -19,6 +19,7 @@ def make_package(root: Path, text: str = "one") -> Path:
         (package / name / "__init__.py").write_text("")
     (package / "__init__.py").write_text("")
     (package / "contract.py").write_text(f"WORD = {text!r}\n")
+    (package / "drain.py").write_text("")
     (package / "connector" / "connector.py").write_text("from bidikv_runtime.contract import WORD\n")
     (package / "contract.py").chmod(0o600)
     return package
@@ -29,7 +30,7 @@ def test_copies_only_what_an_engine_imports(tmp_path: Path) -> None:
     installed = install(target, make_package(tmp_path / "source"))
     assert installed == target / "bidikv_runtime"
     files = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
-    assert files == {"__init__.py", "contract.py", "connector/__init__.py", "connector/connector.py"}
+    assert files == {"__init__.py", "contract.py", "drain.py", "connector/__init__.py", "connector/connector.py"}
     assert [path.name for path in target.iterdir()] == ["bidikv_runtime"]  # no scratch left
 
 
