@@ -28,6 +28,7 @@ from bidikv_operator.metrics import Metrics
 from bidikv_operator.reconcile import Reconciler
 from bidikv_operator.resync import resync
 from bidikv_operator.settings import Settings, SettingsError, read_settings
+from bidikv_operator.token_store import TokenStore
 from bidikv_operator.watch import WatchAges, build_registry, build_settings
 from bidikv_operator.workqueue import QueueObserver, WorkQueue
 
@@ -73,9 +74,11 @@ class Operator:
         )
         kube.may_write = self._lease.is_held
         kube.on_write = self._metrics.record_write
+        self._tokens = TokenStore(kube, propagation_seconds=settings.token_propagation_seconds)
         self._reconciler = Reconciler(
             kube=kube,
             cache=self._cache,
+            tokens=self._tokens,
             runtime_image=settings.runtime_image,
             identity=settings.identity,
         )
@@ -173,6 +176,7 @@ class Operator:
             except ApiError as error:
                 logger.warning("The cache could not be compared with the API server: %s", error)
                 await asyncio.sleep(RESYNC_RETRY_SECONDS)
+        self._tokens.expire()
         for key in {*corrections.keys, *self._cache.keys()}:
             self._queue.add(key)
         return corrections.count

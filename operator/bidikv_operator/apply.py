@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from bidikv_operator import names
 from bidikv_operator.build import Desired
@@ -21,6 +21,10 @@ from bidikv_operator.state import Applied, Failure, Observed
 Object = dict[str, Any]
 Ownership = Literal["ours", "previous", "foreign"]
 logger = logging.getLogger(__name__)
+
+NAME_TAKEN: Final = (
+    "exists and belongs to something else; delete or rename it, or recreate this resource under another name"
+)
 
 
 class ChildClient(Protocol):
@@ -114,12 +118,7 @@ class Applier:
         if live is not None:
             ownership = choose_ownership(live, owner)
             if ownership == "foreign":
-                return Failure(
-                    ref,
-                    names.REASON_NAME_TAKEN,
-                    "exists and belongs to something else; delete or rename it, or recreate this resource under "
-                    "another name",
-                )
+                return Failure(ref, names.REASON_NAME_TAKEN, NAME_TAKEN)
             if ownership == "previous" or live["metadata"].get("deletionTimestamp"):
                 return None
             if is_unchanged(manifest, live, memory.get(ref)):

@@ -41,8 +41,10 @@ ANNOTATION_INPUT: Final = f"{GROUP}/input"
 """On what makes engine pods: hash of the part of the spec that their template was built from."""
 ANNOTATION_DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Kubernetes' own: of two pods a scale-down removes the one of lower cost."""
+TOKEN_SECRET: Final = "peer-token"
+"""Suffix of the Secret with the peers' tokens."""
 ANNOTATION_TOKEN_PHASE: Final = f"{GROUP}/token-phase"
-"""On the Secret with the peers' tokens: how far a rotation is (``peer_token.py``)."""
+"""On that Secret: how far a rotation is (``peer_token.py``)."""
 ANNOTATION_TOKEN_SINCE: Final = f"{GROUP}/token-since"
 """On it: since when, in UTC."""
 ANNOTATION_TOKEN_ROTATION: Final = f"{GROUP}/token-rotation"
@@ -70,13 +72,25 @@ READY: Final = "Ready"
 TRANSPORT_VERIFIED: Final = "TransportVerified"
 SCALING: Final = "Scaling"
 DEGRADED: Final = "Degraded"
-CONDITION_TYPES: Final = (ACCEPTED, PREFILL_READY, DECODE_READY, ROUTER_READY, PROGRESSING, READY)
+CONDITION_TYPES: Final = (
+    ACCEPTED,
+    PREFILL_READY,
+    DECODE_READY,
+    ROUTER_READY,
+    TRANSPORT_VERIFIED,
+    SCALING,
+    PROGRESSING,
+    DEGRADED,
+    READY,
+)
 ROLE_CONDITIONS: Final[dict[Role, str]] = {"prefill": PREFILL_READY, "decode": DECODE_READY, "router": ROUTER_READY}
 
 # --- reasons of conditions --------------------------------------------------------------------------------------------
 REASON_VALID: Final = "Valid"
 REASON_INVALID: Final = "Invalid"
 REASON_ALL_READY: Final = "AllReplicasReady"
+REASON_ENOUGH_READY: Final = "EnoughReplicasReady"
+"""Fewer than asked for, but no fewer than a rollout may leave (``updateStrategy.maxUnavailable``)."""
 REASON_SCALED_TO_ZERO: Final = "ScaledToZero"
 REASON_NOT_CREATED: Final = "NotCreated"
 REASON_STARTING: Final = "Starting"
@@ -93,6 +107,15 @@ REASON_OUT_OF_MEMORY: Final = "OutOfMemory"
 REASON_CRASHING: Final = "ContainerCrashing"
 REASON_POD_CREATION_FAILED: Final = "PodCreationFailed"
 REASON_READY: Final = "Ready"
+REASON_WAITING_FOR_LEAVING_PODS: Final = "WaitingForStoppingPods"
+"""New pods need accelerators that stopping pods of the same resource still hold."""
+REASON_NO_PAIR: Final = "NoPairOfOneGroup"
+"""Prefill and decode pods are ready, but none of a group with one of the other role."""
+REASON_VERIFYING: Final = "VerifyingTransport"
+"""Ready waits for the engines' word on their transport."""
+REASON_PULL_DENIED: Final = "ImagePullDenied"
+REASON_EVICTED: Final = "PodEvicted"
+REASON_NOT_ANSWERING: Final = "EngineNotAnswering"
 REASON_PAUSED: Final = "Paused"
 REASON_ROLLOUT_FAILED: Final = "RolloutFailed"
 REASON_KIND_MISSING: Final = "KindNotServed"

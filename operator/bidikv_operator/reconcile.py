@@ -6,7 +6,7 @@ The middle is pure; whatever fails is repeated by the queue. A pass is idempoten
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -21,6 +21,7 @@ from bidikv_operator.resolved import Resolved
 from bidikv_operator.state import Applied, Observed
 from bidikv_operator.status.compute import compute_status
 from bidikv_operator.status.write import write_status
+from bidikv_operator.token_store import TokenOutcome, TokenStore
 from bidikv_operator.validate import Rejected, validate
 from bidikv_operator.workqueue import Done, RequeueAfter, Result, RetryLaterError
 
@@ -34,6 +35,7 @@ WAITING_SECONDS: Final = 2.0
 class Reconciler:
     kube: Kube
     cache: ObjectCache
+    tokens: TokenStore
     runtime_image: str
     identity: str
     missing_kinds: frozenset[Kind] = frozenset()
@@ -60,21 +62,25 @@ class Reconciler:
         observed = observe(self.cache, key, self.missing_kinds)
         if observed is None:
             self._applier.forget(key)
+            self.tokens.forget(key)
             return Done()
         if observed.resource["metadata"].get("deletionTimestamp"):
             return Done()  # the garbage collector is at work; a write would only delay it
         checked = validate(observed.resource, runtime_image=self.runtime_image)
+        token = TokenOutcome()
         if isinstance(checked, Rejected):
+            await self.tokens.load(key, observed.resource)
             # What runs keeps running: a typing mistake must not take a service down.
             applied = Applied(children=observed.children)
         else:
-            applied = await self._applier.apply_all(observed, build_all(checked))
+            token = await self.tokens.ensure(checked, observed.resource)
+            applied = _include(token, await self._applier.apply_all(observed, build_all(checked)))
         await self._tell(observed, checked, applied)
         if applied.failures:
             raise RetryLaterError("; ".join(str(failure) for failure in applied.failures))
         if applied.waiting:
             return RequeueAfter(WAITING_SECONDS)
-        return Done()
+        return Done() if token.pause is None else RequeueAfter(token.pause)
 
     async def _tell(self, observed: Observed, checked: Resolved | Rejected, applied: Applied) -> None:
         status = compute_status(observed, checked, applied, now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
@@ -84,3 +90,12 @@ class Reconciler:
                 await post_events(self.kube, observed.resource, before, status["conditions"], identity=self.identity)
         except (NotFoundError, ConflictError):
             return  # deleted (and perhaps recreated) meanwhile: its event is on the way
+
+
+def _include(token: TokenOutcome, applied: Applied) -> Applied:
+    """What kept the Secret from being as it should, among what kept other children."""
+    return replace(
+        applied,
+        failures=applied.failures if token.failure is None else (token.failure, *applied.failures),
+        waiting=applied.waiting if token.waiting is None else (token.waiting, *applied.waiting),
+    )

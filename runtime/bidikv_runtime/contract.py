@@ -103,6 +103,10 @@ TOKEN_DIR: Final = "/etc/bidikv-token"
 """Where engines and routers mount the Secret with the tokens."""
 TOKEN_KEY: Final = "tokens"
 """Key of that Secret, and so the file's name."""
+MINIMUM_TOKEN_LENGTH: Final = 16
+"""In printable ASCII characters."""
+MAXIMUM_TOKENS: Final = 8
+"""In one file. A rotation needs two; each further one costs a pass over every message that the first ones do not fit."""
 DRAIN_MODULE: Final = "bidikv_runtime.drain"
 """``python3 -m``: what an engine's preStop hook runs; returns when nothing would be lost, or at its deadline."""
 

@@ -74,7 +74,7 @@ def config_name(resolved: Resolved) -> str:
 
 def token_secret_name(resolved: Resolved) -> str:
     """Secret with the tokens by which engines and routers know each other (``peer_token.py`` writes it)."""
-    return names.child_name(resolved.name, "peer-token")
+    return names.child_name(resolved.name, names.TOKEN_SECRET)
 
 
 def compute_replicas(resolved: Resolved, role: names.Role) -> int:

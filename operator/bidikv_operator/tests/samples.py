@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef, ObjectCache, owner_key
 from bidikv_operator.fabric import INSTANCE_TYPES
-from bidikv_operator.kinds import INFERENCE, Kind
+from bidikv_operator.kinds import INFERENCE, SECRET, Kind
 from bidikv_operator.kube import ConflictError, Listed, NotFoundError
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.validate import validate
@@ -137,7 +137,7 @@ class FakeKube:
 
     def __init__(self, cache: ObjectCache | None = None) -> None:
         self.cache = cache
-        """Where a watch would file changes, when there is one."""
+        """Where a watch would file changes, when there is one; none watches Secrets."""
         self.objects: dict[tuple[str, ChildRef], Object] = {}
         self.writes: list[tuple[str, str]] = []
         self.reads: list[tuple[str, str]] = []
@@ -153,7 +153,7 @@ class FakeKube:
         obj["metadata"].setdefault("uid", f"uid-{self._version}")
         obj["metadata"]["resourceVersion"] = str(self._version)
         self.objects[obj["metadata"]["namespace"], ChildRef(kind, obj["metadata"]["name"])] = obj
-        if self.cache is not None and owner_key(kind, obj) is not None:
+        if self.cache is not None and kind != SECRET and owner_key(kind, obj) is not None:
             self.cache.put(kind, obj)
         return copy.deepcopy(obj)
 

@@ -12,6 +12,7 @@ from bidikv_operator.kinds import DEPLOYMENT, INFERENCE
 from bidikv_operator.kube import InvalidError, TransientError
 from bidikv_operator.reconcile import Reconciler
 from bidikv_operator.tests.samples import RUNTIME_IMAGE, FakeKube, make_resource, store_resource
+from bidikv_operator.token_store import TokenStore
 from bidikv_operator.workqueue import Done, RequeueAfter, RetryLaterError
 
 Object = dict[str, Any]
@@ -25,6 +26,7 @@ class World:
         self.reconciler = Reconciler(
             kube=self.kube,  # type: ignore[arg-type]
             cache=self.cache,
+            tokens=TokenStore(self.kube, propagation_seconds=180),
             runtime_image=RUNTIME_IMAGE,
             identity="test",
         )

@@ -24,9 +24,8 @@ from typing import Final
 
 from bidikv_runtime import contract
 
-MINIMUM_LENGTH: Final = 16
-MAXIMUM_TOKENS: Final = 8
-"""A rotation needs two. Each further one costs a pass over every message that the first ones do not fit."""
+MINIMUM_LENGTH: Final = contract.MINIMUM_TOKEN_LENGTH
+MAXIMUM_TOKENS: Final = contract.MAXIMUM_TOKENS
 MAXIMUM_FILE_BYTES: Final = 16_384
 CHECK_SECONDS: Final = 1.0
 """How often the file is looked at, at most."""
