@@ -12,12 +12,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final
 
 MAXIMUM_PEERS: Final = 256
 REFUSAL_PERIOD: Final = 30.0
 """Seconds for which a source that refused is not asked: what differs ends with a restart of one of the two engines."""
 NEVER: Final = float("-inf")
+SILENT_SECONDS: Final = 30.0
+"""A peer counts as unreachable when nothing has worked for so long: busy machines miss a deadline now and then."""
+RECENT_SECONDS: Final = 180.0
+"""Peers that were not asked within this are nobody's business: three times the longest period of silence."""
 
 
 @dataclass
@@ -31,7 +36,32 @@ class _Peer:
     refused_epoch: int = -1
     noted: float = NEVER
     """When the last silence was counted: questions sent before say nothing new."""
+    silent_since: float = NEVER
+    """When the question was sent that began the present run of silences."""
+    failed: float = NEVER
+    """When the last failed read was counted."""
+    failing_since: float = NEVER
     answered: float = NEVER
+
+    def unreachable_since(self, now: float) -> float | None:
+        """When the attempts began that were all in vain: at least two, spread over ``SILENT_SECONDS``, the last one
+        recently. None if there are no such."""
+        runs = (
+            (self.silences, self.silent_since, self.noted),
+            (self.failures, self.failing_since, self.failed),
+        )
+        return min(
+            (
+                first
+                for times, first, last in runs
+                if times >= 2 and last - first >= SILENT_SECONDS and now - last < RECENT_SECONDS
+            ),
+            default=None,
+        )
+
+    def is_reached(self, now: float) -> bool:
+        """Whether it has answered recently, and since the last silence."""
+        return self.silences == 0 and now - self.answered < RECENT_SECONDS
 
 
 class Peers:
@@ -59,6 +89,8 @@ class Peers:
             peer = self._touch(source)
             if asked < peer.noted or asked < peer.answered:
                 return
+            if peer.silences == 0:
+                peer.silent_since = asked
             peer.silences += 1
             peer.noted = now
             peer.silent_until = now + self._backoff(peer.silences)
@@ -77,7 +109,10 @@ class Peers:
                 return  # another read that was under way with the first
             if now >= peer.avoided_until + self._maximum:
                 peer.failures = 0
+            if peer.failures == 0:
+                peer.failing_since = now
             peer.failures += 1
+            peer.failed = now
             peer.avoided_until = now + self._backoff(peer.failures)
 
     def note_success(self, source: Hashable) -> None:
@@ -99,6 +134,15 @@ class Peers:
             new = (peer.refused_epoch, peer.refusal) != (epoch, reason)
             peer.refused_epoch, peer.refusal, peer.refused_until = epoch, reason, now + REFUSAL_PERIOD
             return new
+
+    def judge(self, now: float) -> tuple[list[Hashable], list[Hashable]]:
+        """The sources of the last minutes that cannot be reached, longest unreachable first, and those that can."""
+        with self._lock:
+            peers = list(self._peers.items())
+        since = [(peer.unreachable_since(now), source, peer) for source, peer in peers]
+        unreachable = sorted(((first, source) for first, source, _ in since if first is not None), key=itemgetter(0))
+        reached = [source for first, source, peer in since if first is None and peer.is_reached(now)]
+        return [source for _, source in unreachable], reached
 
     def describe(self, now: float) -> list[dict[str, Any]]:
         """One entry for each source that is remembered, the latest heard of last."""

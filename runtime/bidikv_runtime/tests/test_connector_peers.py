@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from bidikv_runtime.connector.peers import MAXIMUM_PEERS, REFUSAL_PERIOD, Peers
+from bidikv_runtime.connector.peers import MAXIMUM_PEERS, RECENT_SECONDS, REFUSAL_PERIOD, SILENT_SECONDS, Peers
 
 S = "10.0.0.1:5700"
 
@@ -104,6 +104,40 @@ def test_the_state_names_what_is_the_matter() -> None:
     assert (failing["failed_reads"], failing["avoided_seconds_left"]) == (1, 0.75)
     assert refusing["refusal"] == "dtype differs"
     assert [peer["silent_seconds_left"] for peer in peers.describe(100.0)] == [0.0] * 3
+
+
+def test_a_peer_is_unreachable_when_nothing_has_worked_for_a_while() -> None:
+    peers = Peers(1.0, 60.0)
+    assert peers.judge(0.0) == ([], [])
+    peers.note_answer(S, 0.0)
+    assert peers.judge(1.0) == ([], [S])
+    peers.note_silence(S, 1.0, 2.0)
+    assert peers.judge(2.0) == ([], []), "one silence is neither"
+    peers.note_silence(S, SILENT_SECONDS, SILENT_SECONDS + 0.9)
+    assert peers.judge(SILENT_SECONDS + 0.9) == ([], []), "not long enough"
+    peers.note_silence(S, 60.0, 61.0)
+    assert peers.judge(61.0) == ([S], [])
+    assert peers.judge(61.0 + RECENT_SECONDS) == ([], []), "nobody has asked it since"
+    peers.note_answer(S, 62.0)
+    assert peers.judge(62.0) == ([], [S])
+
+
+def test_a_peer_that_answers_and_cannot_be_read_is_unreachable() -> None:
+    peers = Peers(1.0, 60.0)
+    for now in (10.0, 20.0, 45.0):
+        peers.note_answer(S, now)
+        peers.note_failure(S, now)
+    assert peers.judge(46.0) == ([S], [])
+    peers.note_success(S)
+    assert peers.judge(46.0) == ([], [S])
+
+
+def test_the_peer_that_is_silent_longest_comes_first() -> None:
+    peers = Peers(1.0, 60.0)
+    for source, since in (("later", 5.0), ("first", 1.0), ("last", 9.0)):
+        peers.note_silence(source, since, since + 1)
+        peers.note_silence(source, 60.0, 61.0)
+    assert peers.judge(61.0) == (["first", "later", "last"], [])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2 * MAXIMUM_PEERS), st.sampled_from(["silence", "answer", "failure"]))))
