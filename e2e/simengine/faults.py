@@ -44,6 +44,8 @@ class FaultSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Turns are answered with this, at once."""
     unhealthy: bool = False
     """/health tells 503, as vLLM's does when its engine core has died."""
+    silent: bool = False
+    """The lookup port answers nobody, so peers cannot reach the engine; all else is well."""
     slow: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
     """Everything that takes time takes so many times as long."""
     start: Literal["", "never", "model_not_found", "out_of_memory", "no_kv_cache"] = ""
@@ -78,6 +80,8 @@ class Faults:
         self._whole, self._may_start = asyncio.Event(), asyncio.Event()
         self.on_refuse: Callable[[bool], Any] = lambda refuse: None
         """Closes or opens the HTTP port."""
+        self.on_silent: Callable[[bool], Any] = lambda silent: None
+        """Closes or opens the lookup port."""
         self.set(first)
 
     @property
@@ -95,6 +99,7 @@ class Faults:
             else:
                 event.clear()
         self.on_refuse(faults.refuse)
+        self.on_silent(faults.silent)
 
     async def wait_for_start(self, seconds: float) -> None:
         """The time that the start takes."""

@@ -40,6 +40,8 @@ class Simulation:
     token_bytes: int = _variable(65_536, "of KV of one token")
     read_bytes_per_second: float = _variable(5e9, "at which KV is read from another engine")
     read_seconds: float = _variable(0.002, "of every read, before its first byte")
+    backend: str = _variable("", "that NIXL would have loaded; unset: the configured one")
+    provider: str = _variable("", "of the backend; unset: the one it should have, efa for LIBFABRIC and tcp else")
     answer_tokens: int = _variable(48, "mean length of answers that no limit ends")
     vllm_version: str = _variable("0.32.0", "that /version tells, a part of the compatibility")
     control_port: int = _variable(0, "of the faults' HTTP port; 0 for none")
