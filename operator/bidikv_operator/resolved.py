@@ -1,7 +1,7 @@
 """A resource after validation: every default filled in, every choice made.
 
-The only input of the builders. Nothing behind ``validate`` reads the resource's spec again, but for ``revision.py``:
-what it hashes must be what the user wrote, or a new operator with a new default would restart engines.
+The only input of the builders: nothing behind ``validate`` reads the resource's spec again. ``identity`` is computed
+from what the user wrote, not from the values here, or a new operator with a new default would restart engines.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from bidikv_operator.rollout.revision import Identity
 from bidikv_runtime.contract import Fabric, MissingPrefill, ReuseMode
 
 
@@ -186,6 +187,7 @@ class Resolved:
     namespace: str
     name: str
     uid: str
+    identity: Identity
     model: ResolvedModel
     image: str
     runtime_image: str

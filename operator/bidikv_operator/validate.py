@@ -19,6 +19,7 @@ from bidikv_operator.api.v1alpha1 import OWNED_FLAGS, BidiKVInferenceSpec, Engin
 from bidikv_operator.build.engine import MODEL_DIR
 from bidikv_operator.fabric import INSTANCE_TYPES, compute_interfaces
 from bidikv_operator.resolved import Resolved, ResolvedEngine, ResolvedFabric, ResolvedModel, ResolvedRouter
+from bidikv_operator.rollout.revision import compute_identity
 from bidikv_runtime import contract
 
 OWNED_ENV: Final = (
@@ -84,6 +85,7 @@ def validate(resource: Mapping[str, Any], *, runtime_image: str) -> Resolved | R
         namespace=metadata["namespace"],
         name=name,
         uid=metadata["uid"],
+        identity=compute_identity(resource["spec"]),
         model=model,
         image=spec.image,
         runtime_image=runtime_image,
