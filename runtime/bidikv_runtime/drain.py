@@ -7,8 +7,8 @@ Then the engine's own report (``contract.EngineReport``) is read once a second u
 engines have read the KV of its sessions and of its finished prefills. SIGTERM comes when this process ends.
 
 Invariants: it ends within ``--leave-seconds`` and ``--seconds`` together (``LATE_SECONDS`` more if an answer hangs),
-and with status 0: a hook that fails only leaves an event behind. An engine that does not answer (it starts, it has died) has nothing to be waited for. Standard
-library only, as it runs in the image of the engine.
+and with status 0: a hook that fails only leaves an event behind. An engine that does not answer (it starts, it has
+died) has nothing to be waited for. Standard library only, as it runs in the image of the engine.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def tell(line: str) -> None:
         with contextlib.suppress(OSError):
             if process == os.getpid() or os.readlink(PROC / f"{process}/ns/mnt") != os.readlink(PROC / "self/ns/mnt"):
                 continue
-            with open(PROC / f"{process}/fd/1", "ab", buffering=0) as log:  # noqa: PTH123 - no Path: it is no file
+            with open(PROC / f"{process}/fd/1", "ab", buffering=0) as log:
                 log.write(data)
                 return
     sys.stdout.write(data.decode())

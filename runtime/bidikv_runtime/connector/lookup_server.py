@@ -2,7 +2,8 @@
 
 It needs no engine step, so an idle engine answers and stays idle. It keeps nothing per reader: a reader that goes away
 in the middle of a read leaves nothing behind, and a restarted source is told apart by its epoch alone. Which blocks
-were read is passed on to the scheduler, for whom a validated read ends the hand-over of a prefill.
+were read is passed on to the scheduler, for whom a validated read ends the hand-over of a prefill; whose session was
+asked for and read, to the sessions' table.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import logging
 import sys
 import threading
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import zmq
@@ -73,14 +75,16 @@ class LookupServer:
         port: int,
         logger: logging.Logger,
         tokens: Tokens | None = None,
+        on_session: Callable[[str, bool], None] = lambda session, has_read: None,
     ) -> None:
-        """Port 0 takes any free port; ``port`` then holds it. Without ``tokens`` everybody is answered.
+        """Port 0 takes any free port; ``port`` then holds it. Without ``tokens`` everybody is answered. ``on_session``
+        is called in this thread when a reader asks for a session's KV, and when it has read valid KV of it.
 
         Raises:
             LookupPortError: one sentence that names the address and the remedy.
         """
         self._index, self._compatibility, self._peer, self._logger = index, compatibility, peer, logger
-        self._tokens = tokens
+        self._tokens, self._on_session = tokens, on_session
         self._counts = dict.fromkeys(COUNTS, 0)
         self._read_blocks: set[int] = set()
         self._reading = threading.Lock()
@@ -139,6 +143,11 @@ class LookupServer:
             taken, self._read_blocks = self._read_blocks, set()
         return list(taken)
 
+    def has_read(self, blocks: Iterable[int]) -> bool:
+        """Whether readers have validated one of ``blocks`` since they were taken last. For any thread."""
+        with self._reading:
+            return not self._read_blocks.isdisjoint(blocks)
+
     def describe(self) -> dict[str, int]:
         """Messages so far, by what became of them. May be called from any thread."""
         return dict(self._counts)
@@ -183,8 +192,12 @@ class LookupServer:
             if isinstance(request, wire.Validate) and reply.valid:
                 with self._reading:
                     self._read_blocks.update(request.blocks[: reply.valid])
+                if request.session:
+                    self._on_session(request.session, True)
         else:
             self._counts["lookups" if isinstance(reply, wire.Found) else "refused"] += 1
+            if isinstance(reply, wire.Found) and isinstance(request, wire.Lookup) and request.session:
+                self._on_session(request.session, False)
 
     def _drop(self, kind: str, reason: str) -> None:
         self._counts[kind] += 1

@@ -101,7 +101,8 @@ class Matcher:
         asked = [bytes(reader.hashes[position]) for position in range(local, last)]
 
         def build(sequence: int) -> wire.Lookup:
-            return wire.Lookup(wire.VERSION, sequence, reader.digest, asked, self._engine.tensor_parallel_size)
+            size, session = self._engine.tensor_parallel_size, reader.hints.session or ""
+            return wire.Lookup(wire.VERSION, sequence, reader.digest, asked, size, session)
 
         now = time.monotonic()
         questions = [self._client.ask(source, build, self._settings.lookup_deadline) for source in sources]

@@ -218,6 +218,17 @@ class Retention:
         """Blocks in holds, in use or free, by reason."""
         return {reason: sum(hold.size for hold in list(holds)) for reason, holds in self._holds.items()}
 
+    def count_unread_handovers(self, has_read: Callable[[Sequence[int]], bool], now: float) -> int:
+        """Hand-overs that are still to be read. Any thread may call it, also of an engine without steps, in which
+        nothing ends.
+
+        Args:
+            has_read: whether one of these blocks was read and ``blocks_read`` does not know it yet.
+            now: seconds.
+        """
+        oldest = now - self._settings.handover_seconds
+        return sum(hold.since > oldest and not has_read(hold.end) for hold in list(self._holds[HANDOVER]))
+
     def take_ended(self) -> Counter[tuple[str, str]]:
         """Holds ended since the last call, by reason (``HOLD_REASONS``) and end (``HOLD_ENDS``)."""
         ended, self._ended = self._ended, Counter()

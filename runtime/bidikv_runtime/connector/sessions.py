@@ -10,8 +10,8 @@ Invariants:
 - Held tokens count up to the last mark before the first one that is missing. Of a sequence that was evicted from its
   end they are never too many, and the blocks that they leave out are at most an eighth too many.
 - At most ``limit`` sessions, each with about ``SPREAD * (2 + ln(blocks / SPREAD))`` hashes: 71 for 8,192 blocks.
-- The scheduler's thread only appends to ``_ended``; all else belongs to whoever calls ``collect``, one at a time. So
-  neither waits for the other.
+- The threads of the scheduler and of the lookup port only append to ``_events``, in the order in which things happened;
+  all else belongs to whoever calls ``collect``, one at a time. So none waits for another.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Final
 
 from bidikv_runtime.connector.index import PublicationIndex
+from bidikv_runtime.connector.unread import LEAST_TOKENS, UnreadSessions
 from bidikv_runtime.contract import MAXIMUM_REPORTED_SESSIONS, SessionReport
 
 SPREAD: Final = 8
@@ -58,14 +59,32 @@ class SessionTurn:
     """Full blocks of all its tokens."""
     marks: tuple[bytes, ...]
     """Hashes of the blocks of ``choose_marks``."""
+    ended_at: float = 0.0
+    is_last: bool = False
+    """No further turn of the session is expected."""
 
 
 def build_turn(
-    session: str, prompt_tokens: int, total_tokens: int, body_bytes: int, hashes: Sequence[bytes]
+    session: str,
+    prompt_tokens: int,
+    total_tokens: int,
+    body_bytes: int,
+    hashes: Sequence[bytes],
+    ended_at: float = 0.0,
+    is_last: bool = False,
 ) -> SessionTurn:
     """A turn whose full blocks are published under ``hashes``, as far as they are."""
     marks = tuple(bytes(hashes[block]) for block in choose_marks(len(hashes)))
-    return SessionTurn(session, prompt_tokens, total_tokens, body_bytes, len(hashes), marks)
+    return SessionTurn(session, prompt_tokens, total_tokens, body_bytes, len(hashes), marks, ended_at, is_last)
+
+
+@dataclass(frozen=True, slots=True)
+class _Interest:
+    """Another engine asks for a session's KV, or has read it."""
+
+    session: str
+    at: float
+    has_read: bool
 
 
 @dataclass(slots=True)
@@ -84,8 +103,10 @@ class Sessions:
     def __init__(self, index: PublicationIndex, block_size: int, limit: int = MAXIMUM_REPORTED_SESSIONS) -> None:
         self.sequence = 0
         """Goes up with every collection that finds something changed."""
+        self.unread = UnreadSessions()
+        """As of the last collection."""
         self._index, self._block_size, self._limit = index, block_size, limit
-        self._ended: deque[SessionTurn] = deque(maxlen=limit)
+        self._events: deque[SessionTurn | _Interest] = deque(maxlen=2 * limit)
         self._records: OrderedDict[str, _Record] = OrderedDict()
         """The session whose turn ended last comes last."""
         self._looked: int | None = None
@@ -94,7 +115,11 @@ class Sessions:
     def end_turn(self, turn: SessionTurn) -> None:
         """A turn has ended and is published. For the scheduler's thread; the turns of sessions that nobody asks about
         push each other out."""
-        self._ended.append(turn)
+        self._events.append(turn)
+
+    def note_interest(self, session: str, now: float, *, has_read: bool) -> None:
+        """Another engine asks for a session's KV, or has read valid KV of it. For the lookup port's thread."""
+        self._events.append(_Interest(session, now, has_read))
 
     def collect(self, since: int) -> list[SessionReport]:
         """The sessions that have changed after the collection that ended with ``sequence`` at ``since``."""
@@ -108,21 +133,45 @@ class Sessions:
                 kept = self._index.count_leading(record.turn.marks)
                 if kept != record.kept:
                     self._set(record, kept, following)
-        while self._ended:
-            turn = self._ended.popleft()
-            kept = self._index.count_leading(turn.marks)
-            self._records[turn.session] = _Record(turn, kept, following, self._build_report(turn, kept))
-            self._records.move_to_end(turn.session)
-            self.sequence = following
+        while self._events:
+            event = self._events.popleft()
+            if isinstance(event, _Interest):
+                self._take_interest(event)
+            else:
+                self._take_turn(event, following)
         while len(self._records) > self._limit:
-            self._records.popitem(last=False)
+            name, _ = self._records.popitem(last=False)
+            self.unread.forget(name)
         if since == self.sequence:
             return []
         return [record.report for record in self._records.values() if record.changed > since]
 
+    def count_held(self) -> int:
+        """Sessions of which anything was cached at the last collection."""
+        return sum(record.kept > 0 for record in self._records.values())
+
+    def _take_turn(self, turn: SessionTurn, sequence: int) -> None:
+        kept = self._index.count_leading(turn.marks)
+        report = self._build_report(turn, kept)
+        self._records[turn.session] = _Record(turn, kept, sequence, report)
+        self._records.move_to_end(turn.session)
+        self.sequence = sequence
+        if turn.is_last or report.held_tokens < LEAST_TOKENS:
+            self.unread.forget(turn.session)
+        else:
+            self.unread.end_turn(turn.session, turn.ended_at)
+
+    def _take_interest(self, interest: _Interest) -> None:
+        if interest.has_read:
+            self.unread.forget(interest.session)
+        else:
+            self.unread.note_question(interest.session, interest.at)
+
     def _set(self, record: _Record, kept: int, sequence: int) -> None:
         record.kept, record.changed = kept, sequence
         record.report = self._build_report(record.turn, kept)
+        if record.report.held_tokens < LEAST_TOKENS:
+            self.unread.forget(record.turn.session)
         self.sequence = sequence
 
     def _build_report(self, turn: SessionTurn, kept: int) -> SessionReport:

@@ -29,6 +29,8 @@ class Ticket:
     epoch: int
     blocks: tuple[int, ...]
     publications: tuple[int, ...]
+    session: str = ""
+    """Of the request; empty when it has none."""
 
 
 @dataclass(frozen=True)

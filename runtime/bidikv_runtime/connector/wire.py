@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from bidikv_runtime.contract import MAXIMUM_SESSION_LENGTH
+
 VERSION: Final = 2
 MAXIMUM_BLOCKS: Final = 65_536
 """Blocks in a message: a million tokens in blocks of 16."""
@@ -24,6 +26,7 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=8, max_length=64)]
 Hashes = Annotated[list[Hash], msgspec.Meta(max_length=MAXIMUM_BLOCKS)]
 Numbers = Annotated[list[Whole], msgspec.Meta(max_length=MAXIMUM_BLOCKS)]
+Session = Annotated[str, msgspec.Meta(max_length=MAXIMUM_SESSION_LENGTH)]
 ParallelSize = Annotated[int, msgspec.Meta(ge=1, le=MAXIMUM_PARALLEL)]
 
 
@@ -42,6 +45,8 @@ class Lookup(msgspec.Struct, array_like=True, frozen=True, tag="lookup"):
     hashes: Hashes
     tensor_parallel_size: ParallelSize = 1
     """The reader's: another one than the source's may do (``compatibility.explain_parallelism``)."""
+    session: Session = ""
+    """Of the request that wants the KV; empty when it has none. Changes no answer: see ``unread.py``."""
 
 
 class Validate(msgspec.Struct, array_like=True, frozen=True, tag="validate"):
@@ -52,6 +57,8 @@ class Validate(msgspec.Struct, array_like=True, frozen=True, tag="validate"):
     epoch: Whole
     blocks: Numbers
     publications: Numbers
+    session: Session = ""
+    """As in ``Lookup``."""
 
 
 class Peer(msgspec.Struct, array_like=True, frozen=True):

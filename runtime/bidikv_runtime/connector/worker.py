@@ -253,7 +253,8 @@ class VerifiedReadWorker(NixlPullConnectorWorker):  # type: ignore[misc]
         ticket = part.ticket
 
         def build(sequence: int) -> wire.Validate:
-            return wire.Validate(wire.VERSION, sequence, ticket.epoch, list(ticket.blocks), list(ticket.publications))
+            pairs = list(ticket.blocks), list(ticket.publications)
+            return wire.Validate(wire.VERSION, sequence, ticket.epoch, *pairs, ticket.session)
 
         part.asked = time.monotonic()
         part.question = self._client.ask(ticket.source, build, self.settings.validate_deadline)
