@@ -39,6 +39,8 @@ LABEL_GROUP: Final = f"{GROUP}/group"
 """On engine pods and what makes them: engines of one group were made to exchange KV (``revision.py``)."""
 ANNOTATION_INPUT: Final = f"{GROUP}/input"
 """On what makes engine pods: hash of the part of the spec that their template was built from."""
+ANNOTATION_DEVICES: Final = f"{GROUP}/devices"
+"""On engine pods that claim their devices: what one claim holds, as JSON (``build/devices.py``)."""
 ANNOTATION_DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Kubernetes' own: of two pods a scale-down removes the one of lower cost."""
 TOKEN_SECRET: Final = "peer-token"
@@ -61,6 +63,10 @@ INSTALL_CONTAINER: Final = "install-connector"
 
 ENGINE_ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE)
 ROLES: Final[tuple[Role, ...]] = (PREFILL, DECODE, ROUTER)
+
+WORKER_LABELS: Final[dict[Role, str]] = {"prefill": "prefill-worker", "decode": "decode-worker"}
+"""Values of ``LABEL_ROLE`` on the pods of a multi-node replica behind the first one: they serve no port, so that no
+Service, poll or budget of the role may take them for engines."""
 
 # --- conditions -------------------------------------------------------------------------------------------------------
 ACCEPTED: Final = "Accepted"
