@@ -182,7 +182,7 @@ def choose_telling_arguments(arguments: Iterable[str]) -> list[str]:
     telling: list[str] = []
     is_harmless = False
     for argument in arguments:
-        if argument.startswith("--"):
+        if argument.startswith("--") or (argument.startswith("-") and argument[1:2].isalpha()):  # not -1, a value
             flag, separator, value = argument.partition("=")
             flag = flag.replace("_", "-")
             name = flag.split(".", 1)[0]
