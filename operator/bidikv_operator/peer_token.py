@@ -86,6 +86,11 @@ def plan_token(
     return replace(state, tokens=state.tokens[:1], phase="Settled", since=now)
 
 
+def is_due(state: TokenState, terms: TokenTerms, now: datetime) -> bool:
+    """Whether the Secret has to change."""
+    return plan_token(state, terms, now, lambda: "") != state
+
+
 def compute_pause(state: TokenState, terms: TokenTerms, now: datetime) -> float | None:
     """Seconds until the next step of a rotation; None at rest, where age is looked at whenever the resource is."""
     if state.phase == "Settled":

@@ -28,6 +28,7 @@ from bidikv_operator.peer_token import (
     TokenTerms,
     build_token_secret,
     compute_pause,
+    is_due,
     parse_state,
     plan_token,
 )
@@ -140,7 +141,7 @@ class TokenStore:
         known = self._get_known(key, owner)
         if known is not None and not known.is_stale:
             now = self.now()
-            if plan_token(known.state, terms, now, self.make_token) == known.state:
+            if not is_due(known.state, terms, now):
                 return TokenOutcome(pause=compute_pause(known.state, terms, now))
         try:
             return await self._ensure(resolved, owner, ref, terms, known)
