@@ -354,7 +354,7 @@ def _explain(tasks: Iterable[asyncio.Task[object]]) -> str:
 
 
 async def run(settings: Settings) -> int:
-    kube = await connect(write_timeout_seconds=settings.write_timeout_seconds)
+    kube = await connect(write_timeout_seconds=settings.write_timeout_seconds, identity=settings.identity)
     try:
         return await Operator(settings, kube).run()
     finally:

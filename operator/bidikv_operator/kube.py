@@ -218,8 +218,10 @@ def build_error(status: int, answer: Object, retry_after: str | None, *, what: s
     return known.get(status, InvalidError)(message, status=status)
 
 
-async def connect(*, write_timeout_seconds: float) -> Kube:
+async def connect(*, write_timeout_seconds: float, identity: str) -> Kube:
     """A client with the pod's service account, else with KUBECONFIG (or ~/.kube/config).
+
+    The API server's audit log tells replicas apart by ``identity`` in the user agent.
 
     Raises:
         config.ConfigException: neither exists.
@@ -230,5 +232,5 @@ async def connect(*, write_timeout_seconds: float) -> Kube:
     except config.ConfigException:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     api = client.ApiClient(configuration=configuration)
-    api.user_agent = names.FIELD_MANAGER
+    api.user_agent = f"{names.FIELD_MANAGER}/{identity}"
     return Kube(api, write_timeout_seconds=write_timeout_seconds)
