@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from bidikv_operator import names
-from bidikv_operator.build.pod import MERGE_INTO, MERGE_WHOLE
+from bidikv_operator.build.merge import MERGE_INTO, MERGE_WHOLE
 
 ABSENT: Final = "\0absent"
 """Stands for what the live object lacks; no API value holds a NUL."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bidikv_operator import names
+from bidikv_operator.build.engine_pod import build_engine_template
 from bidikv_operator.build.meta import Manifest, build_object, build_selector, compute_replicas, role_name
-from bidikv_operator.build.pod import STARTUP_SECONDS, build_engine_template, build_router_template
+from bidikv_operator.build.probes import STARTUP_SECONDS
+from bidikv_operator.build.router_pod import build_router_template
 from bidikv_operator.kinds import DEPLOYMENT
 from bidikv_operator.resolved import Resolved
 

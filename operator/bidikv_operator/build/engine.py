@@ -26,8 +26,6 @@ MODEL_DIR: Final = "/var/lib/bidikv/model"
 """Where a model's PersistentVolumeClaim is mounted."""
 ADAPTERS_DIR: Final = "/var/lib/bidikv/adapters"
 """Below it, each PersistentVolumeClaim with adapters is mounted read-only under its own name."""
-CLAIMS_DIR: Final = "/var/lib/bidikv/claims"
-"""Adapters' PersistentVolumeClaims are mounted below it, each in a folder of the claim's name."""
 HUB_CACHE_DIR: Final = "/var/lib/bidikv/hub"
 """Where the PersistentVolumeClaim for downloads is mounted."""
 MASTER_PORT: Final = 29501

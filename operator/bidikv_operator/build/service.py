@@ -14,10 +14,13 @@ from bidikv_runtime import contract
 def build_endpoint_service(resolved: Resolved) -> Manifest:
     """The OpenAI API in the cluster, in front of the routers; it has the resource's own name."""
     service = build_object(SERVICE, resolved, resolved.name, names.ROUTER)
+    if resolved.router.service_annotations:
+        service["metadata"]["annotations"] = dict(resolved.router.service_annotations)
+    scheme = "https" if resolved.router.tls_secret_name is not None else "http"
     service["spec"] = {
-        "type": "ClusterIP",
+        "type": resolved.router.service_type,
         "selector": build_selector(resolved, names.ROUTER),
-        "ports": [_build_port("http", contract.ROUTER_PORT, "http")],
+        "ports": [_build_port(scheme, contract.ROUTER_PORT, "http")],
     }
     return service
 

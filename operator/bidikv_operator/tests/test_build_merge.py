@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bidikv_operator.build.pod import merge_override
+from bidikv_operator.build.merge import merge_override
 
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "objects merge": ({"a": {"x": 1}, "b": 2}, {"a": {"y": 3}}, {"a": {"x": 1, "y": 3}, "b": 2}),
