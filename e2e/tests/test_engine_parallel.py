@@ -21,6 +21,8 @@ import zmq
 
 from bidikv_runtime import contract
 from bidikv_runtime.connector import wire
+from bidikv_runtime.router.choice.endpoints import Endpoint
+from bidikv_runtime.tests.router_process import running_router
 from e2e.engine.client import Completion, EngineClient, Message
 from e2e.engine.faults import FAULTS_FILE, Faults, events_file
 from e2e.engine.fixtures import OUTPUT_TOKENS, assert_same, assistant, eventually, user, whole_blocks
@@ -249,3 +251,41 @@ async def test_data_parallel_ranks_are_sources_of_their_own(parallel: Parallel) 
         await eventually(t.client.reset_prefix_cache, "T to reset its prefix cache")
     assert await t.value(contract.METRIC_LOOKUPS, result="miss") == misses + 1
     assert await t.value(contract.METRIC_LOOKUPS, result="hit") == hits + 1
+
+
+async def test_the_router_returns_a_session_to_its_data_parallel_rank(parallel: Parallel, tmp_path: Path) -> None:
+    t, x = parallel.sides["T"].client.engine, parallel.sides["X0"].client.engine
+    ranks = [parallel.sides["X0"], parallel.sides["X1"]]
+    p = Endpoint(HOST, t.port, t.lookup_port, state_port=t.state_port)
+    d = Endpoint(HOST, x.port, x.lookup_port, state_port=x.state_port)
+    used: set[int] = set()
+    async with running_router([p], [d], "--decode-ranks", "2", "--local-limit-tokens", "0") as router:
+        for session in range(40):  # until each rank has had one
+            # A rank that the client names is not passed on: vLLM would refuse this one.
+            headers = {"x-session-id": f"session {session}", contract.RANK_HEADER: "7"}
+            unused = LocalEngine("router", tmp_path / "unused", port=router.port)
+            messages: list[Message] = []
+            ranks = set()
+            async with EngineClient(unused, headers) as client:
+                for number in range(2):
+                    messages.append(user(f"ranks {session} {number}"))
+                    expected = await parallel.expected(messages)
+                    reused, served = await parallel.sides["T"].reused(), await count_served(parallel)
+                    [answer] = await client.chat(messages, max_tokens=OUTPUT_TOKENS)
+                    assert_same(answer, expected)
+                    held = len(await parallel.sides["T"].client.tokenize(messages[:1])) + OUTPUT_TOKENS - 1
+                    assert await parallel.sides["T"].reused() - reused == (whole_blocks(held) if number else 0)
+                    after = await count_served(parallel)
+                    ranks |= {rank for rank in (0, 1) if after[rank] > served[rank]}
+                    messages.append(assistant(answer))
+                    await eventually(parallel.sides["T"].client.reset_prefix_cache, "T to reset its prefix cache")
+            assert len(ranks) == 1
+            used |= ranks
+            if len(used) == 2:
+                return
+    raise AssertionError(f"all sessions went to rank {used}")
+
+
+async def count_served(parallel: Parallel) -> list[int]:
+    """Requests that each rank of X has answered."""
+    return [await parallel.sides[name].value("vllm:request_success_total") for name in ("X0", "X1")]
