@@ -33,6 +33,8 @@ class OperatorProcess:
     folder: Path
     settings: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
+    _said_before: int = 0
+    """Characters in the log that are of earlier processes."""
 
     def start(self) -> OperatorProcess:
         """Start, and wait until it serves its pages."""
@@ -53,6 +55,7 @@ class OperatorProcess:
             "BIDIKV_HTTP_PORT": "0",
             **self.settings,
         }
+        self._said_before = len(self.log())
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "bidikv_operator"], env=environment, stdout=log, stderr=log, cwd=self.folder
@@ -66,6 +69,11 @@ class OperatorProcess:
 
     def log(self) -> str:
         return self.log_file.read_text() if self.log_file.exists() else ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs; None before a start and after an end."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def leads(self) -> bool:
         return self.page("readyz") == (200, "ok, leading\n")
@@ -103,8 +111,8 @@ class OperatorProcess:
         return self._process.wait(seconds)
 
     def _port(self) -> int | None:
-        found = PORT.findall(self.log())
-        return int(found[-1]) if found else None
+        found = PORT.search(self.log(), self._said_before)
+        return int(found.group(1)) if found else None
 
     def _find_started(self) -> int | None:
         """The port of a process that serves; None while it starts."""
