@@ -17,7 +17,7 @@ import yaml
 
 from bidikv_operator import names
 from bidikv_operator.api.crd import FILE_NAME, build_crd
-from bidikv_operator.kinds import CHILD_KINDS
+from bidikv_operator.kinds import CHILD_KINDS, CONTROLLER_REVISION, NETWORK_POLICY, OPTIONAL_KINDS
 from bidikv_operator.settings import LOG_LEVELS, PREFIX, Settings
 from e2e.cluster.paths import find_paths, find_tool
 from e2e.install import CHART, NAMESPACE, RELEASE, ROOT
@@ -144,6 +144,24 @@ def test_one_replica_has_no_budget_and_two_have_one() -> None:
 
 
 @pytest.mark.cluster
+def test_only_the_metrics_port_can_be_reached() -> None:
+    documents = render()
+    policy, deployment = only(documents, "NetworkPolicy")["spec"], only(documents, "Deployment")["spec"]
+    assert policy["podSelector"] == deployment["selector"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [{"ports": [{"protocol": "TCP", "port": "metrics"}]}]
+    prometheus = "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.team=observability"
+    documents = render(prometheus)
+    (rule,) = only(documents, "NetworkPolicy")["spec"]["ingress"]
+    labels = only(documents, "Pod")["metadata"]["labels"]
+    assert rule["from"] == [
+        {"namespaceSelector": {"matchLabels": {"team": "observability"}}},
+        {"podSelector": {"matchLabels": labels}},
+    ]
+    assert not of_kind(render("networkPolicy.enabled=false"), "NetworkPolicy")
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize(
     ("values", "image"),
     [
@@ -173,6 +191,7 @@ def test_environment_and_probes() -> None:
         "BIDIKV_HTTP_PORT": "9090",
         "BIDIKV_LOG_LEVEL": "debug",
         "BIDIKV_WORKERS": "7",
+        "BIDIKV_TOKEN_PROPAGATION_SECONDS": "180",
     }
     operator = container(documents)
     assert operator["ports"] == [{"name": "metrics", "containerPort": 9090}]
@@ -183,13 +202,17 @@ def test_environment_and_probes() -> None:
 
 CHILD_VERBS = {"get", "list", "watch", "create", "patch", "delete"}
 RIGHTS: dict[tuple[str, str], set[str]] = {
-    (names.GROUP, names.PLURAL): {"get", "list", "watch"},
+    (names.GROUP, names.PLURAL): {"list", "watch"},
     (names.GROUP, f"{names.PLURAL}/status"): {"patch"},
     (names.GROUP, f"{names.PLURAL}/finalizers"): {"update"},
-    ("", "pods"): {"get", "list", "watch"},
-    ("discovery.k8s.io", "endpointslices"): {"get", "list", "watch"},
+    ("", "pods"): {"list", "watch", "patch", "delete"},
+    ("", "secrets"): {"get", "create", "patch"},
+    ("discovery.k8s.io", "endpointslices"): {"list", "watch"},
     ("events.k8s.io", "events"): {"create"},
-    **{(kind.group, kind.plural): CHILD_VERBS for kind in CHILD_KINDS},
+    **{
+        (kind.group, kind.plural): CHILD_VERBS
+        for kind in {*CHILD_KINDS, *OPTIONAL_KINDS, CONTROLLER_REVISION, NETWORK_POLICY}
+    },
 }
 """Exactly what the operator may do, beside its Lease."""
 
@@ -268,6 +291,8 @@ def test_rbac_and_account_switches() -> None:
         ("watchNamespaces={A}", "/watchNamespaces/0"),
         ("watchNamespaces={a,a}", "/watchNamespaces"),
         ("metrics.port=80", "/metrics/port"),
+        ("peerToken.propagationSeconds=0", "/peerToken/propagationSeconds"),
+        ("networkPolicy.metricsFrom[0].pods=x", "/networkPolicy/metricsFrom/0"),
     ],
 )
 def test_wrong_values_are_refused_with_their_place(value: str, words: str) -> None:

@@ -24,6 +24,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: operator
 {{- end -}}
 
+{{- define "bidikv.testLabels" -}}
+app.kubernetes.io/name: {{ include "bidikv.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: test
+{{- end -}}
+
 {{- define "bidikv.labels" -}}
 {{ include "bidikv.selectorLabels" . }}
 app.kubernetes.io/part-of: bidikv

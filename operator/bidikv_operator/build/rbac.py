@@ -10,9 +10,7 @@ from bidikv_operator.resolved import Resolved
 
 def build_router_role(resolved: Resolved) -> Manifest:
     role = build_object(ROLE, resolved, role_name(resolved, names.ROUTER), names.ROUTER)
-    role["rules"] = [
-        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
-    ]
+    role["rules"] = [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}]
     return role
 
 
