@@ -33,6 +33,7 @@ LIST_TYPE: Final = "x-kubernetes-list-type"
 LIST_MAP_KEYS: Final = "x-kubernetes-list-map-keys"
 PRESERVE_UNKNOWN: Final = "x-kubernetes-preserve-unknown-fields"
 MAP_TYPE: Final = "x-kubernetes-map-type"
+INT_OR_STRING: Final = "x-kubernetes-int-or-string"
 
 _ANY_TYPE: Final = ("description", "type", "default", "enum", VALIDATIONS)
 _KEYWORDS: Final[dict[str, tuple[str, ...]]] = {
@@ -40,8 +41,18 @@ _KEYWORDS: Final[dict[str, tuple[str, ...]]] = {
     "integer": ("format", "minimum", "maximum"),
     "boolean": (),
     "array": (LIST_TYPE, LIST_MAP_KEYS, "minItems", "maxItems", "items"),
-    "object": (MAP_TYPE, PRESERVE_UNKNOWN, "maxProperties", "required", "properties", "additionalProperties"),
+    "object": (
+        MAP_TYPE,
+        PRESERVE_UNKNOWN,
+        "minProperties",
+        "maxProperties",
+        "required",
+        "properties",
+        "additionalProperties",
+    ),
+    INT_OR_STRING: (INT_OR_STRING, "minimum", "maximum", "maxLength", "pattern"),
 }
+"""By type; a node with ``x-kubernetes-int-or-string`` has none, and its bounds hold for the kind of value they fit."""
 _REMEDIES: Final = {
     "exclusiveMinimum": "use ge instead of gt",
     "exclusiveMaximum": "use le instead of lt",
@@ -145,6 +156,8 @@ class _Converter:
                 self._convert_array(node, place)
             case "object":
                 self._convert_object(node, place)
+            case _ if kind == INT_OR_STRING:
+                self._check_int_or_string(node, place)
         order = (*_ANY_TYPE, *_KEYWORDS[kind])
         return {key: node[key] for key in order if key in node}
 
@@ -175,7 +188,7 @@ class _Converter:
     def _check_keywords(self, node: Node, place: _Place) -> str:
         if node.get("additionalProperties") is False:  # extra="forbid": pruning and strict field validation do this
             node.pop("additionalProperties")
-        kind = node.get("type")
+        kind = node.get("type", INT_OR_STRING if node.get(INT_OR_STRING) is True else None)
         for keyword in node:
             if keyword in _REMEDIES:
                 raise SchemaError(f"{place.name}: {keyword} is not structural; {_REMEDIES[keyword]}")
@@ -228,6 +241,14 @@ class _Converter:
             raise SchemaError(
                 f"{place.name}: bounds {node['minimum']}..{node['maximum']} do not fit {wanted} as a float64"
             )
+
+    def _check_int_or_string(self, node: Node, place: _Place) -> None:
+        missing = [keyword for keyword in ("minimum", "maximum", "maxLength", "pattern") if keyword not in node]
+        if missing:
+            raise SchemaError(
+                f"{place.name}: {INT_OR_STRING} without {missing[0]}; bound both its numbers and its words"
+            )
+        self._check_string(node, place)
 
     def _convert_array(self, node: Node, place: _Place) -> None:
         if "maxItems" not in node:

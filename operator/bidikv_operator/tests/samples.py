@@ -95,8 +95,11 @@ def valid_resources(draw: st.DrawFn) -> Object:
     most = INSTANCE_TYPES[instance].gpus if efa else 64
     word = st.from_regex(r"[a-z][a-z0-9-]{0,8}[a-z0-9]", fullmatch=True)
 
+    divisor = draw(st.integers(1, most))  # one role's tensor parallel size divides the other's
+    sizes = [divisor, divisor * draw(st.integers(1, most // divisor))]
+
     def engine() -> Object:
-        parallel = draw(st.integers(1, most))
+        parallel = sizes.pop(draw(st.integers(0, len(sizes) - 1)))
         role: Object = {"tensorParallelSize": parallel, "replicas": draw(st.integers(0, 5))}
         if draw(st.booleans()):
             role["gpusPerPod"] = draw(st.just(0) | st.integers(parallel, most))

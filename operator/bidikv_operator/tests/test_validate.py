@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Object, str, str]] = {
     "more shards than GPUs": (
         {"decode": {"tensorParallelSize": 8, "gpusPerPod": 4}},
         "spec.decode.gpusPerPod",
-        "cannot hold tensorParallelSize 8",
+        "cannot hold the 8 ranks of a pod",
     ),
     "owned flag": ({"prefill": {"extraArgs": ["--port=1"]}}, "spec.prefill.extraArgs", "--port means --port"),
     "owned variable": (
