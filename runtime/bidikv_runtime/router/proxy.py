@@ -174,7 +174,9 @@ class Proxy:
     async def _serve_models(
         self, request: Request, client: ClientConnection, target: Target, record: TurnRecord
     ) -> None:
-        models = await self._models.get(request.head, self._fleet.pools.ready_decode)
+        models = await self._models.get(
+            request.head, self._fleet.pools.ready_decode or self._fleet.pools.serving_decode
+        )
         if target.item:
             model = models.get(target.item.decode("utf-8", "replace"))
             if model is None:

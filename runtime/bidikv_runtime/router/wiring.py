@@ -80,7 +80,7 @@ class Router:
     def take_pools(self, pools: Pools) -> None:
         """Use a new snapshot of the engines."""
         self.fleet.replace(pools)
-        self.proxy.admission.resize(len(pools.ready_prefill))
+        self.proxy.admission.resize(len(pools.ready_prefill or pools.serving_prefill))
         self.metrics.observe_pools(pools)
 
     def start_control(self) -> list[asyncio.Task[None]]:

@@ -1,7 +1,8 @@
 """Engines as the router sees them: one immutable snapshot at a time; pure.
 
 ``ready`` engines get requests. ``serving`` ones include those that terminate but still answer: their KV can be read, so
-they remain sources until they are gone. Both follow the conditions of ``discovery.k8s.io/v1`` EndpointSlices.
+they remain sources until they are gone, and where no other is left they get requests, too, as kube-proxy does it. Both
+follow the conditions of ``discovery.k8s.io/v1`` EndpointSlices.
 
 A data-parallel rank has a KV cache of its own, so it is an engine of its own here: its pod's API is told which rank is
 meant, and its ports count up by its number, as vLLM's side channel does.
@@ -72,17 +73,19 @@ class Pools:
     decode: tuple[Endpoint, ...] = ()
     ready_prefill: tuple[Endpoint, ...] = field(init=False)
     ready_decode: tuple[Endpoint, ...] = field(init=False)
+    serving_prefill: tuple[Endpoint, ...] = field(init=False)
     serving_decode: tuple[Endpoint, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ready_prefill", _select_ready(self.prefill))
         object.__setattr__(self, "ready_decode", _select_ready(self.decode))
+        object.__setattr__(self, "serving_prefill", tuple(e for e in self.prefill if e.serving))
         object.__setattr__(self, "serving_decode", tuple(e for e in self.decode if e.serving))
 
     def explain_unready(self) -> str | None:
         """Why no turn can be served now, in one sentence; None when one can."""
         missing = [
-            role for role, ready in (("prefill", self.ready_prefill), ("decode", self.ready_decode)) if not ready
+            role for role, usable in (("prefill", self.serving_prefill), ("decode", self.serving_decode)) if not usable
         ]
         return f"No {' and no '.join(missing)} engine is ready." if missing else None
 
@@ -93,7 +96,7 @@ def _select_ready(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
 
 
 def is_ready(endpoint: Endpoint) -> bool:
-    """Whether it gets requests."""
+    """Whether it gets requests while others do."""
     return endpoint.ready and endpoint.serving and not endpoint.terminating
 
 

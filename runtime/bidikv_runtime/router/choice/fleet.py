@@ -88,6 +88,8 @@ class Fleet:
         self._prefill: dict[str, Engine] = {}
         self._decode: dict[str, Engine] = {}
         self._ready_prefill: list[Engine] = []
+        self._leaving_prefill: list[Engine] = []
+        """They terminate and still serve."""
         self._warming: set[Engine] = set()
         self._unwell: set[Engine] = set()
         """Their breaker is not closed."""
@@ -96,7 +98,7 @@ class Fleet:
         self._typical_speed = 0.0
         self._decode_rankings = Rankings()
         self._prefill_rankings: dict[str, Rankings] = {}
-        """By compatibility of the decode engine: of the ready prefill engines that fit it."""
+        """By compatibility of the decode engine: of the prefill engines for it."""
         self._last_holdings: tuple[bytes, list[Holding]] | None = None
         """The last session asked for: path and sources ask right after decode."""
         self._memory = Memory(limits.max_sessions_remembered)
@@ -109,7 +111,7 @@ class Fleet:
         """Called after a new snapshot, and when work begins after there was none."""
         self._expects_reports = False
         self._unreported: set[str] = set()
-        """Of the first snapshot: engines that have not been asked yet."""
+        """Engines that have not been asked yet: what fits them is unknown."""
         self._known_at = 0.0
 
     # --- what comes in ---
@@ -125,12 +127,17 @@ class Fleet:
             # With no ready engine before there is nobody who could take the sessions meanwhile.
             if known_ready and endpoint.address not in known_ready and self._limits.warm_seconds > 0:
                 self._decode[endpoint.address].warm_from = now
-        if not self.known and self._expects_reports:
-            ready = (*pools.ready_prefill, *pools.ready_decode)
-            self._unreported, self._known_at = {e.address for e in ready if e.state_port}, now
+        serving = {e.address for e in (*pools.serving_prefill, *pools.serving_decode) if e.state_port}
+        if self._expects_reports:
+            earlier = {e.address for e in (*self.pools.serving_prefill, *self.pools.serving_decode)}
+            self._unreported |= serving - earlier
+        self._unreported &= serving
+        if not self.known:
+            self._known_at = now
         self.pools = pools
         self.known = True
         self._ready_prefill = [self._prefill[endpoint.address] for endpoint in pools.ready_prefill]
+        self._leaving_prefill = [self._prefill[e.address] for e in pools.serving_prefill if not is_ready(e)]
         self._decode_rankings = Rankings([self._decode[endpoint.address] for endpoint in pools.serving_decode])
         self._last_holdings = None
         present = {*self._prefill.values(), *self._decode.values()}
@@ -156,12 +163,13 @@ class Fleet:
     def take_report(self, endpoint_address: str, report: EngineReport | None) -> None:
         """Take an engine's report; None: it does not report (any more)."""
         now = self.now()
+        is_first = endpoint_address in self._unreported
         self._unreported.discard(endpoint_address)
         self._last_holdings = None
         for engine in self._find(endpoint_address):
             before = engine.compatibility
             engine.take_report(report, now)
-            if engine.compatibility != before:
+            if is_first or engine.compatibility != before:
                 self._judge_decode()
             if report is not None:
                 for session in report.sessions[-1:]:  # one is enough for a moving average
@@ -183,7 +191,7 @@ class Fleet:
     def list_reporting(self) -> list[Reporting]:
         """Engines to be asked for reports."""
         listed: dict[str, Reporting] = {}
-        for engine in (*self._ready_prefill, *self._decode_rankings.engines):
+        for engine in (*self._ready_prefill, *self._leaving_prefill, *self._decode_rankings.engines):
             endpoint, last = engine.endpoint, engine.report
             if endpoint.state_port:
                 epoch, sequence = (last.epoch, last.sequence) if last is not None else ("", 0)
@@ -194,17 +202,32 @@ class Fleet:
         return list(listed.values())
 
     def _judge_decode(self) -> None:
-        """Find the tier of every decode engine, and which ones are candidates."""
+        """Find the tier of every decode engine, and which ones are candidates.
+
+        Engines that may read each other's KV are a group. Sessions go where both roles of a group are ready; where no
+        group is whole, engines that leave serve on for as long as they are there.
+        """
         self._prefill_rankings.clear()
-        ready = {endpoint.address for endpoint in self.pools.ready_decode}
         engines = list(self._decode.values())
+        ready = [engine for engine in engines if is_ready(engine.endpoint)]
+        prefill = [engine for engine in self._ready_prefill if self._has_reported(engine)]
         for engine in engines:
-            engine.tier = compute_tier(engine, self._ready_prefill) if engine.endpoint.address in ready else 3
+            engine.tier = 3
+        for engine in ready:
+            engine.tier = compute_tier(engine, prefill) if self._has_reported(engine) else 2
+        if not any(engine.tier <= 1 for engine in ready):
+            for engine in self._decode_rankings.engines:
+                engine.tier = compute_tier(engine, (*self._ready_prefill, *self._leaving_prefill))
+        served = [engine for engine in engines if engine.tier <= 1]
+        alone = [engine for engine in engines if engine.tier == 2]
         groups = (
-            [e for e in engines if e.tier <= 1 and e.breaker.state == "closed"],
-            [e for e in engines if e.tier <= 1],
-            [e for e in engines if e.tier == 2 and e.breaker.state == "closed"],
-            [e for e in engines if e.tier == 2],
+            [e for e in served if is_ready(e.endpoint) and e.breaker.state == "closed"],
+            [e for e in served if e.breaker.state == "closed"],
+            [e for e in served if is_ready(e.endpoint)],
+            served,
+            [e for e in alone if is_ready(e.endpoint) and e.breaker.state == "closed"],
+            [e for e in alone if is_ready(e.endpoint)],
+            alone,
         )
         chosen = next((group for group in groups if group), [])
         for engine in engines:
@@ -213,6 +236,10 @@ class Fleet:
             engine.candidate = True
         self._candidates = len(chosen)
         self._totals.load = sum(engine.load for engine in chosen)
+
+    def _has_reported(self, engine: Engine) -> bool:
+        """Whether it was asked: what does not report fits every engine, as far as known."""
+        return engine.endpoint.address not in self._unreported
 
     # --- what is chosen ---
 
@@ -304,11 +331,13 @@ class Fleet:
         return decision
 
     def _find_prefill(self, decode: Engine) -> Rankings:
-        """Ready prefill engines that fit ``decode``."""
+        """Prefill engines that fit ``decode``: the ready ones, or those that leave where there are no others."""
         found = self._prefill_rankings.get(decode.compatibility)
         if found is None:
-            fitting = [engine for engine in self._ready_prefill if engine.fits(decode)]
-            found = self._prefill_rankings[decode.compatibility] = Rankings(fitting)
+            ready = [engine for engine in self._ready_prefill if engine.fits(decode)]
+            leaving = [engine for engine in self._leaving_prefill if engine.fits(decode)]
+            known = [engine for engine in ready if self._has_reported(engine)]
+            found = self._prefill_rankings[decode.compatibility] = Rankings(known or ready or leaving)
         return found
 
     def _find_holdings(self, session: bytes) -> list[Holding]:
