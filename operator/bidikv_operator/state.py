@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from bidikv_operator.cache import ChildRef
 from bidikv_operator.kinds import Kind
@@ -12,6 +12,8 @@ from bidikv_operator.names import Role
 from bidikv_runtime.contract import EngineReport
 
 Object = dict[str, Any]
+Fault = Literal["silent", "refused", "malformed"]
+"""It does not answer, it refuses the operator's token, or its report cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class EngineFacts:
     """Of the report; without one, since the pod was first asked."""
     unreachable_seconds: float = 0.0
     """For how long most of its peers have reported it as unreachable; 0 when they do not."""
+    fault: Fault | None = None
+    """Why the last attempt to ask it brought no report; None when it did, or before any."""
 
 
 @dataclass(frozen=True)
