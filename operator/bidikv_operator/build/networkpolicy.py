@@ -39,7 +39,7 @@ def _build_engine_policy(resolved: Resolved) -> Manifest:
     states = range(contract.STATE_PORT, contract.STATE_PORT + ranks)
     engines = {
         "matchLabels": {names.LABEL_OWNER: resolved.name},
-        "matchExpressions": [{"key": names.LABEL_ROLE, "operator": "In", "values": list_engine_labels(resolved)}],
+        "matchExpressions": [{"key": names.LABEL_ROLE, "operator": "In", "values": list_engine_labels()}],
     }
     routers = {"matchLabels": build_selector(resolved, names.ROUTER)}
     ingress: list[Manifest] = [

@@ -84,13 +84,11 @@ def _build_engine_affinity(resolved: Resolved, role: names.Role, settings: Resol
 def _select_engines(resolved: Resolved, roles: Sequence[names.Role]) -> Manifest:
     return {
         "matchLabels": {names.LABEL_OWNER: resolved.name},
-        "matchExpressions": [
-            {"key": names.LABEL_ROLE, "operator": "In", "values": list_engine_labels(resolved, roles)}
-        ],
+        "matchExpressions": [{"key": names.LABEL_ROLE, "operator": "In", "values": list_engine_labels(roles)}],
     }
 
 
-def list_engine_labels(resolved: Resolved, roles: Sequence[names.Role] = names.ENGINE_ROLES) -> list[str]:
-    """Values of ``LABEL_ROLE`` on all pods of these engine roles, workers of multi-node replicas included."""
-    spans_nodes = max(resolved.prefill.nodes, resolved.decode.nodes) > 1
-    return [*roles, *(names.WORKER_LABELS[role] for role in roles if spans_nodes)]
+def list_engine_labels(roles: Sequence[names.Role] = names.ENGINE_ROLES) -> list[str]:
+    """Values of ``LABEL_ROLE`` on all pods of these engine roles. Workers are listed whether there are any or not: a
+    role's template must not change with the other role."""
+    return [*roles, *(names.WORKER_LABELS[role] for role in roles)]
