@@ -147,6 +147,7 @@ REASON_UNREACHABLE: Final = "EnginesUnreachable"
 REASON_RECYCLED: Final = "EngineRecycled"
 REASON_MODEL_NOT_FOUND: Final = "ModelNotFound"
 REASON_ACCESS_DENIED: Final = "ModelAccessDenied"
+REASON_HUB_UNREACHABLE: Final = "ModelHubUnreachable"
 
 
 def child_name(owner: str, suffix: str, limit: int = 63) -> str:

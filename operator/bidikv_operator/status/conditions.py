@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from bidikv_operator import names
+
+MESSAGE_LIMIT: Final = 2048
+"""Characters of a message; the API takes 32768, people read fewer."""
 
 ConditionStatus = Literal["True", "False", "Unknown"]
 
@@ -53,7 +56,7 @@ def build_conditions(
                 "observedGeneration": generation,
                 "lastTransitionTime": before["lastTransitionTime"] if is_same else now,
                 "reason": condition.reason,
-                "message": condition.message,
+                "message": condition.message[:MESSAGE_LIMIT],
             }
         )
     return built

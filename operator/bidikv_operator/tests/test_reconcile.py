@@ -99,7 +99,7 @@ async def test_a_refused_child_is_told_and_retried(world: World) -> None:
     assert world.condition("Progressing") == ("False", "ApplyFailed")
     world.kube.refuse = lambda verb, kind, name: None
     await world.reconciler.reconcile(KEY)
-    assert world.condition("Progressing") == ("True", "RollingOut")
+    assert world.condition("Progressing") == ("True", "Starting")
 
 
 async def test_an_absent_api_server_is_retried_after_its_own_wish(world: World) -> None:

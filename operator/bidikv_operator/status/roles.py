@@ -1,0 +1,197 @@
+"""One role as the status sees it: its sets and pods, how many serve, and what keeps the others from it. Pure.
+
+A role is ready while it has at least ``floor`` ready pods: all that are wanted, less what a rollout may take down at a
+time, and never less than one. So a rollout, or the loss of one engine of many, is told by Progressing and Degraded
+and leaves the role ready; the Deployment's own condition Available means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bidikv_operator import names
+from bidikv_operator.cache import ChildRef
+from bidikv_operator.kinds import DEPLOYMENT, LEADER_WORKER_SET
+from bidikv_operator.rollout.plan import EngineSet, Rollout
+from bidikv_operator.state import Applied, Observed
+from bidikv_operator.status.conditions import Condition
+from bidikv_operator.status.pods import NAMED_POD, Trouble, describe_stages, find_trouble
+from bidikv_operator.status.scheduling import compute_needs
+
+Object = Mapping[str, Any]
+
+ROUTER_UNAVAILABLE = 1
+"""Of several routers one may be away; they share no state that would be lost."""
+
+
+@dataclass(frozen=True)
+class RoleView:
+    role: names.Role
+    wanted: int
+    floor: int
+    ready: int
+    live: int
+    updated: int
+    is_created: bool
+    is_rolled_out: bool
+    """All wanted pods are ready and of the newest template, and no others are left."""
+    is_late: bool
+    """A set that is to grow has made no progress within its deadline."""
+    trouble: Trouble | None
+    stages: str
+    """What pods that are not ready and not in trouble are doing; empty when there are none."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ready >= self.wanted
+
+    @property
+    def counted(self) -> str:
+        return f"{self.ready} of {self.wanted} {self.role} {'pod is' if self.wanted == 1 else 'pods are'} ready"
+
+    @property
+    def fault(self) -> Trouble | None:
+        """What a person should look at: nothing that is still within its time."""
+        if self.is_complete or self.wanted == 0 or self.trouble is None:
+            return None
+        return self.trouble if self.trouble.is_fault or self.is_late else None
+
+
+def compute_floor(wanted: int, max_unavailable: int | str) -> int:
+    """Ready pods below which a role does not count as ready.
+
+    Args:
+        max_unavailable: pods, or percent of ``wanted`` (``"25%"``), rounded down as a Deployment does, but at least 1:
+            a role whose rollouts may take nothing down still loses a pod now and then.
+    """
+    if isinstance(max_unavailable, str):
+        max_unavailable = wanted * int(max_unavailable.rstrip("%")) // 100
+    return min(wanted, max(1, wanted - max(1, max_unavailable)))
+
+
+def view_engines(
+    role: names.Role, rollout: Rollout, observed: Observed, applied: Applied, *, max_unavailable: int | str
+) -> RoleView:
+    """An engine role: the sum over its sets, of whatever group."""
+    sets = rollout.of_role(role)
+    current = [found for found in sets if found.is_current]
+    wanted = rollout.wanted.get(role, sum(found.replicas for found in current))
+    ready = sum(found.ready for found in sets)
+    live = sum(found.live for found in sets)
+    updated = sum(found.updated for found in current)
+    pods = _pods_of(observed, role)
+    needs = compute_needs(_find_pod_spec(applied, current))
+    return RoleView(
+        role=role,
+        wanted=wanted,
+        floor=compute_floor(wanted, max_unavailable),
+        ready=ready,
+        live=live,
+        updated=updated,
+        is_created=bool(sets),
+        is_rolled_out=bool(current)
+        and all(found.is_rolled_out for found in current)
+        and ready >= wanted
+        and not any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
+        is_late=any(found.is_late for found in current),
+        trouble=find_trouble(pods, needs) or _find_creation_trouble(applied, [found.ref for found in sets]),
+        stages=describe_stages(pods),
+    )
+
+
+def view_router(observed: Observed, applied: Applied, *, wanted: int | None) -> RoleView:
+    """The router's Deployment. ``wanted`` None: what the Deployment itself says."""
+    name = observed.resource["metadata"]["name"]
+    ref = ChildRef(DEPLOYMENT, names.child_name(name, names.ROUTER))
+    deployment = applied.children.get(ref) or {}
+    status = deployment.get("status") or {}
+    if wanted is None:
+        wanted = deployment.get("spec", {}).get("replicas", 1)
+    ready, live, updated = (status.get(key, 0) for key in ("readyReplicas", "replicas", "updatedReplicas"))
+    is_seen = status.get("observedGeneration", 0) >= deployment.get("metadata", {}).get("generation", 0)
+    pods = _pods_of(observed, names.ROUTER)
+    needs = compute_needs((deployment.get("spec") or {}).get("template", {}).get("spec", {}))
+    return RoleView(
+        role=names.ROUTER,
+        wanted=wanted,
+        floor=compute_floor(wanted, ROUTER_UNAVAILABLE),
+        ready=ready,
+        live=live,
+        updated=updated,
+        is_created=bool(deployment),
+        is_rolled_out=bool(deployment and is_seen and updated >= wanted and live <= updated and ready >= wanted),
+        is_late=_is_late(status),
+        trouble=find_trouble(pods, needs) or _find_creation_trouble(applied, [ref]),
+        stages=describe_stages(pods),
+    )
+
+
+def compute_role_condition(view: RoleView) -> Condition:
+    """``PrefillReady``, ``DecodeReady`` or ``RouterReady``."""
+    name = names.ROLE_CONDITIONS[view.role]
+    if not view.is_created:
+        return Condition(name, "Unknown", names.REASON_NOT_CREATED, f"nothing makes {view.role} pods yet")
+    if view.wanted == 0:
+        message = (
+            f"no {view.role} pod is asked for, so nothing can be served; set spec.{view.role}.replicas to at least 1"
+        )
+        return Condition(name, "False", names.REASON_SCALED_TO_ZERO, message)
+    # Ready pods serve, of whatever template: a rollout is Progressing's to tell. Asking here whether the controllers
+    # have seen the new spec made Ready flicker for milliseconds at every change.
+    if view.is_complete:
+        return Condition(name, "True", names.REASON_ALL_READY, view.counted)
+    explained = explain_missing(view)
+    if view.ready >= view.floor:
+        return Condition(name, "True", names.REASON_ENOUGH_READY, f"{view.counted}, enough to serve; {explained}")
+    reason = view.trouble.reason if view.trouble is not None else names.REASON_STARTING
+    if view.is_late and view.trouble is None:
+        reason = names.REASON_STALLED
+    return Condition(name, "False", reason, f"{view.counted}; {explained}")
+
+
+def explain_missing(view: RoleView) -> str:
+    """Why fewer pods are ready than wanted, without counting them."""
+    if view.trouble is not None:
+        return view.trouble.message
+    if view.is_late:
+        doing = view.stages or "none was created"
+        return (
+            f"the others made no progress within their deadline ({doing}); kubectl describe pod "
+            f"-l {names.LABEL_ROLE}={view.role} tells what they wait for"
+        )
+    return f"the others are on their way: {view.stages}" if view.stages else "the others are being created"
+
+
+def _find_pod_spec(applied: Applied, sets: list[EngineSet]) -> Object:
+    """Of the largest pods that the sets make: where a replica is several pods, all ask for the same."""
+    for found in sets:
+        spec = (applied.children.get(found.ref) or {}).get("spec") or {}
+        if found.ref.kind == LEADER_WORKER_SET:
+            template = (spec.get("leaderWorkerTemplate") or {}).get("workerTemplate") or {}
+        else:
+            template = spec.get("template") or {}
+        return template.get("spec") or {}
+    return {}
+
+
+def _pods_of(observed: Observed, role: names.Role) -> list[dict[str, Any]]:
+    return [pod for pod in observed.pods if (pod["metadata"].get("labels") or {}).get(names.LABEL_ROLE) == role]
+
+
+def _find_creation_trouble(applied: Applied, refs: list[ChildRef]) -> Trouble | None:
+    """Pods that were never created: quotas, admission, a missing ServiceAccount."""
+    for ref in refs:
+        for condition in ((applied.children.get(ref) or {}).get("status") or {}).get("conditions") or []:
+            if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
+                words = NAMED_POD.sub("a pod", condition.get("message", ""))
+                return Trouble(names.REASON_POD_CREATION_FAILED, f"pods cannot be created: {words}")
+    return None
+
+
+def _is_late(status: Object) -> bool:
+    return any(
+        condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded"
+        for condition in status.get("conditions") or []
+    )
