@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from bidikv_runtime import contract
@@ -35,7 +35,9 @@ from bidikv_runtime.connector.reuse import Read, Reuse
 from bidikv_runtime.connector.settings import Settings
 from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
 from bidikv_runtime.connector.state import PATH, StateServer
+from bidikv_runtime.connector.tally import TransportTally
 from bidikv_runtime.connector.tokens import load_tokens
+from bidikv_runtime.connector.transport import EFA_DRIVER, LIBFABRIC, TransportInfo
 from e2e.simengine.blocks import BlockHasher, BlockPool
 from e2e.simengine.faults import Faults
 from e2e.simengine.metrics import Metrics
@@ -75,7 +77,7 @@ class Connector:
         self.engine_id = str(uuid.uuid4())
         self.compatibility = build_compatibility(engine)
         self.index = PublicationIndex()
-        tokens = load_tokens(os.environ, logger)
+        self._tokens = tokens = load_tokens(os.environ, logger)
         self._client = LookupClient(
             settings.silent_period,
             settings.silent_period_maximum,
@@ -90,20 +92,25 @@ class Connector:
         self._matcher = Matcher(matcher_engine, settings, self._client, self._cost, metrics)
         self._publisher = Publisher(self._size, self.index)
         self._publisher.bind(pool)
-        self.reporter = Reporter(self.engine_id, self.index, self._size, self.compatibility.digest().hex())
+        self._transport = TransportTally()
+        self._transport.info = describe_simulated_transport(engine)
+        digest = self.compatibility.digest().hex()
+        self.reporter = Reporter(self.engine_id, self.index, self._size, digest, self._client.peers, self._transport)
         self.reporter.bind(pool)
         self._retention = Retention(pool.free_block_queue, settings, self._size, self._cost.estimate_prefill)
+        self.reporter.bind_retention(
+            settings.retention_idle,
+            lambda: self._retention.count_unread_handovers(self._server.has_read, time.monotonic()),
+        )
         self._readers: dict[str, Reader] = {}
         self._loading: set[str] = set()
-        self._server = LookupServer(
-            self.index,
-            self.compatibility,
-            wire.Peer(self.engine_id, engine.side_channel_host, engine.side_channel_port, engine.tensor_parallel_size),
-            settings.lookup_host,
-            settings.lookup_port,
-            logger,
-            tokens,
+        self._peer = wire.Peer(
+            self.engine_id, engine.side_channel_host, engine.side_channel_port, engine.tensor_parallel_size
         )
+        self._server = self._open_lookup_port()
+        self._is_silent = False
+        faults.on_silent = self._set_silent
+        self._set_silent(faults.now.silent)
         self._state: StateServer | None = None
         if settings.state_port:
             answers = {
@@ -169,7 +176,8 @@ class Connector:
 
     async def read(self, request: Request, read: Read) -> bool:
         """Read, validate, and set the request's computed tokens; whether it is now to end with an error."""
-        transfers = await asyncio.gather(*(self._transfer(part) for part in read.parts))
+        session = parse_hints(request.kv_transfer_params).session or ""
+        transfers = await asyncio.gather(*(self._transfer(part, session) for part in read.parts))
         self._loading.discard(request.request_id)
         reader = self._readers.get(request.request_id)
         if reader is None:  # aborted meanwhile
@@ -184,12 +192,14 @@ class Connector:
         request.num_computed_tokens = read.first * self._size + reused
         expected = reader.expected
         self._matcher.end_read(reader, reused)
+        self.reporter.count_reused(reused)
         return reused < expected and self._refuses(request, reader, request.num_computed_tokens)
 
     def request_finished(self, request: Request, *, aborted: bool, failed: bool) -> None:
         """Publish; to be called before the request's blocks are freed."""
         self._readers.pop(request.request_id, None)
         self.reporter.load.leave(request.request_id)
+        self.reporter.count_prompt(request.num_prompt_tokens)
         hints = parse_hints(request.kv_transfer_params)
         handover = hints.handover and not aborted
         blocks = [block.block_id for block in request.blocks]
@@ -249,31 +259,60 @@ class Connector:
             "published_blocks": len(self.index),
             "reads_under_way": len(self._loading),
             "quarantined_blocks": 0,
-            "transport": None,
-            "bandwidths": {},
+            "transport": asdict(self._transport.info) if self._transport.info else None,
+            "bandwidths": self._transport.list_bandwidths(),
             "server": self._server.describe(),
             "client": self._client.describe(),
             "cost": self._cost.describe(),
             "retention": self._retention.describe(),
         }
 
+    # --- the lookup port ----------------------------------------------------------------------------------------------
+
+    def _open_lookup_port(self) -> LookupServer:
+        settings = self._settings
+        return LookupServer(
+            self.index,
+            self.compatibility,
+            self._peer,
+            settings.lookup_host,
+            settings.lookup_port,
+            logger,
+            self._tokens,
+            self.reporter.note_interest,
+        )
+
+    def _set_silent(self, silent: bool) -> None:
+        if silent and not self._is_silent:
+            self._server.stop()
+        elif self._is_silent and not silent:
+            self._server = self._open_lookup_port()
+        self._is_silent = silent
+
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    async def _transfer(self, part: Part) -> _Transfer:
+    async def _transfer(self, part: Part, session: str) -> _Transfer:
         size = len(part.blocks) * self._block_bytes
         seconds = self._simulation.read_seconds + size / self._simulation.read_bytes_per_second
         seconds *= self._faults.slow
         if seconds > self._settings.read_deadline:
             await asyncio.sleep(self._settings.read_deadline)
             self._client.avoid(part.source)
+            self._transport.note_failure()
             return _Transfer(0, "overdue")
         began = time.monotonic()
         await asyncio.sleep(seconds)
         read = time.monotonic()
         self._cost.record_read(str(part.source), size, LAYERS, read - began)
+        if str(part.source) not in self._transport.list_bandwidths():
+            self._transport.note_bandwidth(
+                part.source, self._simulation.read_bytes_per_second / self._faults.slow, read
+            )
+        self._transport.note_read(part.source, size, read)
 
         def build(sequence: int) -> wire.Validate:
-            return wire.Validate(wire.VERSION, sequence, part.epoch, list(part.blocks), list(part.publications))
+            pairs = list(part.blocks), list(part.publications)
+            return wire.Validate(wire.VERSION, sequence, part.epoch, *pairs, session)
 
         question = self._client.ask(part.source, build, self._settings.validate_deadline)
         while question.open:
@@ -306,6 +345,13 @@ class Connector:
             self._metrics.record(contract.METRIC_HANDOVERS_LOST)
             return True
         return False
+
+
+def describe_simulated_transport(engine: Engine) -> TransportInfo:
+    """What the engine says that it reads with."""
+    backend = engine.simulation.backend or engine.backend
+    expected = EFA_DRIVER if backend == LIBFABRIC else "tcp"
+    return TransportInfo(backend, engine.simulation.provider or expected, "simulated")
 
 
 def build_compatibility(engine: Engine) -> Compatibility:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Any
 
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
@@ -48,14 +48,12 @@ from bidikv_runtime.connector.sources import Source, SourcesError, parse_sources
 from bidikv_runtime.connector.state import PATH, StateServer
 from bidikv_runtime.connector.stats import VerifiedReadStats
 from bidikv_runtime.connector.step_clock import StepClock
+from bidikv_runtime.connector.tally import TransportTally
 from bidikv_runtime.connector.ticket import Ticket, build_part_id
 from bidikv_runtime.connector.tokens import load_tokens
 from bidikv_runtime.connector.weights import draw_unnamed, watch_weights
 
 logger = init_logger("vllm.bidikv.scheduler")
-
-MAXIMUM_BANDWIDTHS: Final = 256
-"""Peers whose bandwidth is remembered for the state."""
 
 
 class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
@@ -91,21 +89,27 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._hashes = RequestHashes(self.block_size, Adapters(logger))
         self._matcher = Matcher(self._engine, settings, self._client, self._cost, self.stats)
         self._publisher = Publisher(self.block_size, self.index)
-        self._reporter = Reporter(engine_id, self.index, self.block_size, self._compatibility.digest().hex())
+        self._transport = TransportTally()
+        self._reporter = Reporter(
+            engine_id,
+            self.index,
+            self.block_size,
+            self._compatibility.digest().hex(),
+            self._client.peers,
+            self._transport,
+        )
         self._retention: Retention | None = None
         self._clock = StepClock()
         self._quarantine = BlockQuarantine()
         self._pool: Any = None
         self._readers: dict[str, Reader] = {}
         """Unfinished requests that came with sources."""
-        self._reads: dict[str, tuple[Read, list[int]]] = {}
-        """Reads to be handed to the workers with this step's metadata, and the local blocks they fill."""
+        self._reads: dict[str, tuple[Read, list[int], str]] = {}
+        """Reads to be handed to the workers with this step's metadata, the local blocks that they fill, the session."""
         self._loading: dict[str, tuple[Any, list[int]]] = {}
         """Requests whose read is under way, those aborted meanwhile included, and the blocks it fills."""
         self._recomputing: dict[str, Any] = {}
         """Requests that compute by choice what they could have read, until it shows whether that was right."""
-        self._report = WorkerReport()
-        """The latest of what the workers say once: transport and bandwidths."""
         self._reported: dict[tuple[str, ...], int] = {}
         """Values of gauges and totals that /metrics has been told."""
         data_parallel_index = vllm_config.parallel_config.data_parallel_index  # as vLLM does for the side channel
@@ -117,6 +121,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             settings.lookup_port + data_parallel_index,
             logger,
             tokens,
+            self._reporter.note_interest,
         )
         self._state_server: StateServer | None = None
         if settings.state_port:
@@ -141,7 +146,12 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._reporter.bind(pool)
         self._hashes.bind(pool)
         self._publisher.bind(pool)
-        self._retention = Retention(eviction.install(pool), self.settings, self.block_size, self._cost.estimate_prefill)
+        retention = Retention(eviction.install(pool), self.settings, self.block_size, self._cost.estimate_prefill)
+        self._retention = retention
+        self._reporter.bind_retention(
+            self.settings.retention_idle,
+            lambda: retention.count_unread_handovers(self._server.has_read, time.monotonic()),
+        )
 
     def set_xfer_handshake_metadata(self, metadata: Any) -> None:
         """The workers have registered their memory: at the start and, since vLLM 0.33, anew after each sleep."""
@@ -238,7 +248,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         read = self._matcher.begin_read(reader, num_external_tokens)
         local_blocks = blocks.get_block_ids()[0][read.first : read.first + read.count]
         assert len(local_blocks) == read.count, (read, local_blocks)
-        self._reads[request.request_id] = (read, local_blocks)
+        self._reads[request.request_id] = (read, local_blocks, reader.hints.session or "")
         self._loading[request.request_id] = (request, local_blocks)
 
     def request_finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
@@ -246,6 +256,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         self._readers.pop(request.request_id, None)
         self._recomputing.pop(request.request_id, None)
         self._reporter.load.leave(request.request_id)
+        self._reporter.count_prompt(request.num_prompt_tokens)
         hints, hashes = parse_hints(request.kv_transfer_params), self._hashes.find(request)
         handover = hints.handover and request.status != RequestStatus.FINISHED_ABORTED
         published: list[int] = []
@@ -283,7 +294,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             self._retention.expire(now)
         metadata = VerifiedReadMetadata()
         metadata.scheduler_clock = time.perf_counter()
-        for request_id, (read, local_blocks) in self._reads.items():
+        for request_id, (read, local_blocks, session) in self._reads.items():
             for number, part in enumerate(read.parts):
                 part_id = build_part_id(request_id, number)
                 metadata.add_new_req_to_recv(
@@ -302,7 +313,14 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
                     awaiting_kvs=True,
                 )
                 metadata.tickets[part_id] = Ticket(
-                    request_id, len(read.parts), part.offset, part.source, part.epoch, part.blocks, part.publications
+                    request_id,
+                    len(read.parts),
+                    part.offset,
+                    part.source,
+                    part.epoch,
+                    part.blocks,
+                    part.publications,
+                    session,
                 )
         self._reads = {}
         return metadata
@@ -324,6 +342,7 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             assert read is not None
             reused = max(0, request.num_computed_tokens - read.first * self.block_size)
             self._matcher.end_read(reader, reused)
+            self._reporter.count_reused(reused)
             logger.info(
                 "request %s: %d tokens were here, %d of %d at %s read and validated in %.1f ms, %d to compute",
                 request_id,
@@ -369,8 +388,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
             "published_blocks": len(self.index),
             "reads_under_way": len(self._loading),
             "quarantined_blocks": len(self._quarantine),
-            "transport": asdict(self._report.transport) if self._report.transport else None,
-            "bandwidths": {str(source): rate for source, rate in list(self._report.bandwidths.items())},
+            "transport": asdict(info) if (info := self._transport.info) else None,
+            "bandwidths": self._transport.list_bandwidths(),
             "server": self._server.describe(),
             "client": self._client.describe(),
             "cost": self._cost.describe(),
@@ -386,9 +405,15 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         )
 
     def _take_report(self, report: WorkerReport) -> None:
+        now = time.monotonic()
         for source in report.failed_sources:
             self._client.avoid(source)  # it would cost the next request as much
+            self._transport.note_failure()
+        for source, rate in report.bandwidths.items():
+            self._transport.note_bandwidth(source, rate, now)
+            self.stats.record(contract.METRIC_PEER_BANDWIDTH, rate, str(source))
         for read in report.reads:
+            self._transport.note_read(read.source, read.bytes, now)
             # Its end was noticed up to a step late; nothing is learnt from one that began and ended between two looks.
             self._cost.record_read(str(read.source), read.bytes, read.descriptors, read.seconds - read.slack)
         for request_id, ranks in report.quarantined.items():
@@ -397,13 +422,8 @@ class VerifiedReadScheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
         for request_id, ranks in report.released.items():
             self._quarantine.release(self._pool, request_id, ranks)
         if report.transport is not None:
-            self._report.transport = report.transport
+            self._transport.info = report.transport
             self.stats.record(contract.METRIC_TRANSPORT_INFO, 1, report.transport.backend, report.transport.provider)
-        for source, rate in report.bandwidths.items():
-            while len(self._report.bandwidths) >= MAXIMUM_BANDWIDTHS:
-                del self._report.bandwidths[next(iter(self._report.bandwidths))]
-            self._report.bandwidths[source] = rate
-            self.stats.record(contract.METRIC_PEER_BANDWIDTH, rate, str(source))
 
     def _misses_too_much(self, request: Any, reader: Reader, held: int) -> bool:
         """Whether a decode leg that has ``held`` tokens is to be refused, because it would compute too much: of what

@@ -12,8 +12,12 @@ import pytest
 from bidikv_runtime.connector.cost import CostModel
 from bidikv_runtime.connector.hints import Hints
 from bidikv_runtime.connector.index import PublicationIndex
-from bidikv_runtime.connector.report import Reporter
-from bidikv_runtime.contract import EngineReport, SessionReport
+from bidikv_runtime.connector.peers import Peers
+from bidikv_runtime.connector.report import MAXIMUM_REPORTED_PEERS, Reporter
+from bidikv_runtime.connector.sources import Source
+from bidikv_runtime.connector.tally import TransportTally
+from bidikv_runtime.connector.transport import TransportInfo
+from bidikv_runtime.contract import EngineReport, SessionReport, TransportReport
 
 BLOCK = 16
 HASHES = [bytes([number]) for number in range(6)]
@@ -22,7 +26,8 @@ HASHES = [bytes([number]) for number in range(6)]
 class Rig:
     def __init__(self) -> None:
         self.index = PublicationIndex()
-        self.reporter = Reporter("engine-1", self.index, BLOCK, "abc")
+        self.peers, self.transport = Peers(1.0, 60.0), TransportTally()
+        self.reporter = Reporter("engine-1", self.index, BLOCK, "abc", self.peers, self.transport)
 
     def end_turn(self, session: str | None, body_bytes: int = 500) -> None:
         self.index.publish(HASHES, range(6))
@@ -115,6 +120,39 @@ def test_the_speed_is_fitted_once_for_each_report(rig: Rig) -> None:
         rig.reporter.learn(cost)
     assert rig.ask().prefill_tokens_per_second == 2000.0
     assert len(fits) == 2
+
+
+def test_sessions_are_left_out_for_who_does_not_want_them(rig: Rig) -> None:
+    rig.end_turn("s")
+    rig.end_turn("t")
+    for query in ("sessions=0", "epoch=another&since=1&sessions=0"):
+        report = rig.ask(query)
+        assert (report.sessions, report.held_sessions) == ((), 2)
+    assert len(rig.ask("sessions=1").sessions) == 2
+    rig.index.unpublish(range(6))
+    assert rig.ask("sessions=0").held_sessions == 0
+
+
+def test_tokens_of_prompts_and_what_of_them_was_read_are_totals(rig: Rig) -> None:
+    for prompt, reused in ((100, 64), (50, 0)):
+        rig.reporter.count_prompt(prompt)
+        rig.reporter.count_reused(reused)
+    assert (rig.ask().prompt_tokens, rig.ask().reused_tokens) == (150, 64)
+
+
+def test_peers_and_transport_are_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rig.ask().transport is None
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    silent = [Source("10.0.0.2", 5700 + number) for number in range(MAXIMUM_REPORTED_PEERS + 9)]
+    for number, source in enumerate(silent):
+        rig.peers.note_silence(source, number / 100, 30.0)
+        rig.peers.note_silence(source, 60.0, 61.0)
+    rig.peers.note_answer(Source("fd00::1", 5700), 99.0)
+    rig.transport.info = TransportInfo("UCX", "tcp", "")
+    report = rig.ask()
+    assert report.unreachable == tuple(map(str, silent[:MAXIMUM_REPORTED_PEERS]))
+    assert report.reached == ("[fd00::1]:5700",)
+    assert report.transport == TransportReport("UCX", "tcp")
 
 
 def test_it_is_json_for_anybody(rig: Rig) -> None:
