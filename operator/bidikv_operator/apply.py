@@ -7,6 +7,7 @@ that somebody else owns is never taken over, and one that is being deleted is wa
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
@@ -15,7 +16,7 @@ from bidikv_operator.build import Desired
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
 from bidikv_operator.drift import LastApplied, is_unchanged, mark_applied, record_applied
 from bidikv_operator.kinds import Kind
-from bidikv_operator.kube import ApiError, NotFoundError, TransientError
+from bidikv_operator.kube import ApiError, ConflictError, NotFoundError, TransientError
 from bidikv_operator.state import Applied, Failure, Observed
 
 Object = dict[str, Any]
@@ -32,6 +33,7 @@ class ChildClient(Protocol):
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object: ...
     async def apply(self, kind: Kind, manifest: Object) -> Object: ...
+    async def apply_new(self, kind: Kind, manifest: Object) -> Object: ...
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None: ...
 
 
@@ -110,11 +112,12 @@ class Applier:
         """The child as it is now; None while an earlier one is being deleted."""
         namespace = manifest["metadata"]["namespace"]
         if live is None:
-            # The watches select our label: an object that does not carry it is not in the cache, yet has the name.
             try:
-                live = await self.client.get(ref.kind, namespace, ref.name)
-            except NotFoundError:
-                live = None
+                return self._record(ref, manifest, await self.client.apply_new(ref.kind, manifest), memory)
+            except ConflictError:
+                # The watches select our label: an object that does not carry it is not in the cache, yet has the name.
+                with suppress(NotFoundError):
+                    live = await self.client.get(ref.kind, namespace, ref.name)
         if live is not None:
             ownership = choose_ownership(live, owner)
             if ownership == "foreign":
@@ -123,8 +126,11 @@ class Applier:
                 return None
             if is_unchanged(manifest, live, memory.get(ref)):
                 return live
-        answer = await self.client.apply(ref.kind, manifest)
-        logger.info("%s/%s: applied %s", namespace, owner["metadata"]["name"], ref)
+        return self._record(ref, manifest, await self.client.apply(ref.kind, manifest), memory)
+
+    def _record(self, ref: ChildRef, manifest: Object, answer: Object, memory: dict[ChildRef, LastApplied]) -> Object:
+        metadata = manifest["metadata"]
+        logger.info("%s/%s: applied %s", metadata["namespace"], metadata["labels"][names.LABEL_OWNER], ref)
         memory[ref] = record_applied(manifest, answer)
         self.cache.put(ref.kind, answer)
         return answer

@@ -2,17 +2,21 @@
 
 Writes pass a gate: a process that no longer holds the lease must not write, even from a coroutine that was already on
 its way. The gate and the request's time limit together bound how late a write of a deposed leader can be.
+
+The Kubernetes client knows where the API server is and how to log in; requests go to aiohttp directly, as the client's
+own way through them costs more CPU than all else here (0.7 of 1.1 ms per request).
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
+import msgspec
 from kubernetes.aio import client, config
 
 from bidikv_operator import names
@@ -24,6 +28,10 @@ APPLY_CONTENT_TYPE: Final = "application/apply-patch+yaml"
 PAGE_SIZE: Final = 500
 READ_TIMEOUT_SECONDS: Final = 30.0
 MESSAGE_LIMIT: Final = 1024
+CONNECTIONS: Final = 32
+"""Open at the same time, at most; more requests wait."""
+NEVER_A_VERSION: Final = "1"
+"""A resource version that no object has: etcd's revision is 1 when it is empty, and each write raises it."""
 
 
 class ApiError(Exception):
@@ -74,12 +82,15 @@ class Kube:
         self, api: client.ApiClient, *, write_timeout_seconds: float, may_write: Callable[[], bool] = lambda: True
     ) -> None:
         self._api = api
+        self._session: aiohttp.ClientSession | None = None
         self._write_timeout = write_timeout_seconds
         self.may_write = may_write
         self.on_write: Callable[[str, str], None] = lambda verb, kind: None
         """Told the HTTP method and the kind of every write that is sent."""
 
     async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
         await self._api.close()  # type: ignore[no-untyped-call]
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object:
@@ -112,6 +123,19 @@ class Kube:
             query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
             body=manifest,
             content_type=APPLY_CONTENT_TYPE,
+        )
+
+    async def apply_new(self, kind: Kind, manifest: Object) -> Object:
+        """Server-side apply of what must not exist yet, in one request.
+
+        The API server compares a resource version with that of an object that exists, and ignores it where there is
+        none. Were it to refuse it there as well, the caller would find nothing and apply without.
+
+        Raises:
+            ConflictError: there is such an object.
+        """
+        return await self.apply(
+            kind, {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NEVER_A_VERSION}}
         )
 
     async def create(self, kind: Kind, manifest: Object) -> Object:
@@ -170,17 +194,19 @@ class Kube:
         try:
             # The client's own time limit excludes the refresh of credentials and the reading of the body.
             async with asyncio.timeout(limit):
-                headers = {"Accept": "application/json", "Content-Type": content_type}
-                parameters = await self._api.param_serialize(
+                headers = {"Content-Type": content_type, **await self._authorize()}
+                data = None if body is None else msgspec.json.encode(body)
+                async with self._open().request(
                     method,
-                    path,
-                    query_params=list((query or {}).items()),
-                    header_params=headers,
-                    body=body,
-                    auth_settings=["BearerToken"],
-                )
-                response = await self._api.call_api(*parameters)
-                payload = await response.read()  # type: ignore[no-untyped-call]
+                    self._api.configuration.host + path,
+                    params=query,
+                    headers=headers,
+                    data=data,
+                    proxy=self._api.configuration.proxy,
+                    proxy_headers=self._api.configuration.proxy_headers,
+                    server_hostname=self._api.configuration.tls_server_name,
+                ) as response:
+                    payload = await response.read()
         except TimeoutError:
             raise TransientError(f"{method} {path} had no answer within {limit:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -190,6 +216,23 @@ class Kube:
             return answer
         raise build_error(response.status, answer, response.headers.get("Retry-After"), what=f"{method} {path}")
 
+    async def _authorize(self) -> dict[str, str]:
+        """The credentials as they are now: a service account's token is read again from its file before it expires."""
+        settings = await self._api.configuration.auth_settings()
+        return {setting["key"]: setting["value"] for setting in settings.values() if setting["value"]}
+
+    def _open(self) -> aiohttp.ClientSession:
+        """The session, opened inside the event loop that will use it."""
+        if self._session is None:
+            trust: ssl.SSLContext = self._api.rest_client.ssl_context
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS, ssl=trust),
+                headers={"Accept": "application/json", "User-Agent": self._api.user_agent},
+                timeout=aiohttp.ClientTimeout(total=None),  # each request has its limit
+                trust_env=True,
+            )
+        return self._session
+
 
 def _lease_path(manifest: Object) -> str:
     return f"/apis/coordination.k8s.io/v1/namespaces/{manifest['metadata']['namespace']}/leases"
@@ -197,8 +240,8 @@ def _lease_path(manifest: Object) -> str:
 
 def _parse(payload: bytes) -> Object:
     try:
-        answer = json.loads(payload)
-    except ValueError:
+        answer = msgspec.json.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return {}  # a proxy in between answered with something else than JSON; the status code speaks
     return answer if isinstance(answer, dict) else {}
 

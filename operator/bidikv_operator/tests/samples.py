@@ -198,6 +198,11 @@ class FakeKube:
             merged["metadata"] = {**live["metadata"], **manifest["metadata"]}
         return self.store(kind, self.mutate(merged))
 
+    async def apply_new(self, kind: Kind, manifest: Object) -> Object:
+        if (manifest["metadata"]["namespace"], ChildRef(kind, manifest["metadata"]["name"])) in self.objects:
+            raise ConflictError("exists", status=409)
+        return await self.apply(kind, manifest)
+
     async def create(self, kind: Kind, manifest: Object) -> Object:
         self._write("create", kind, manifest["metadata"]["name"])
         return self.store(kind, manifest)

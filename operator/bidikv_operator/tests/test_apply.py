@@ -12,7 +12,7 @@ from bidikv_operator.apply import Applier, choose_ownership
 from bidikv_operator.build import Desired, build_all
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
 from bidikv_operator.kinds import DEPLOYMENT, POD_DISRUPTION_BUDGET, ROLE, SERVICE, Kind
-from bidikv_operator.kube import ForbiddenError, TransientError
+from bidikv_operator.kube import ConflictError, ForbiddenError, TransientError
 from bidikv_operator.observe import observe
 from bidikv_operator.state import Applied
 from bidikv_operator.tests.samples import FakeKube, make_resource, resolve, store_resource
@@ -72,6 +72,21 @@ async def test_a_deleted_child_comes_back(world: World) -> None:
     world.kube.remove(SERVICE, "team", "chat-decode")
     await world.apply()
     assert world.kube.take_writes() == [("apply", "Service chat-decode")]
+
+
+async def test_a_new_child_costs_one_request(world: World) -> None:
+    await world.apply()
+    assert world.kube.reads == []
+
+
+async def test_an_api_server_that_wants_no_version_of_a_new_object(world: World) -> None:
+    async def refuse(kind: Kind, manifest: Object) -> Object:
+        raise ConflictError("the object has been modified", status=409)
+
+    world.kube.apply_new = refuse  # type: ignore[method-assign]
+    applied = await world.apply()
+    assert not applied.failures
+    assert len(world.kube.take_writes()) == len(list(world.desired()))
 
 
 async def test_an_edited_child_is_repaired(world: World) -> None:

@@ -74,6 +74,47 @@ MANIFEST: Object = {
 }
 
 
+async def test_an_apply_of_what_must_be_new(server: tuple[Server, Kube]) -> None:
+    script, kube = server
+    script.answers = [(201, {}), (409, {"message": "the object has been modified"})]
+    await kube.apply_new(DEPLOYMENT, MANIFEST)
+    sent = script.requests[0][4]
+    assert sent == {**MANIFEST, "metadata": {"name": "x", "namespace": "n", "resourceVersion": "1"}}
+    with pytest.raises(ConflictError):
+        await kube.apply_new(DEPLOYMENT, MANIFEST)
+
+
+async def test_the_token_is_asked_for_at_each_request() -> None:
+    """A service account's token is replaced about every hour."""
+    seen: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    configuration = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+    tokens = iter(["Bearer one", "Bearer two"])
+
+    def refresh(configuration: client.Configuration) -> None:
+        configuration.api_key["BearerToken"] = next(tokens)
+
+    configuration.api_key["BearerToken"] = "Bearer none"
+    configuration.refresh_api_key_hook = refresh
+    kube = Kube(client.ApiClient(configuration), write_timeout_seconds=5)
+    try:
+        await kube.get(SERVICE, "n", "x")
+        await kube.get(SERVICE, "n", "x")
+    finally:
+        await kube.close()
+        await runner.cleanup()
+    assert seen == ["Bearer one", "Bearer two"]
+
+
 async def test_apply_is_server_side(server: tuple[Server, Kube]) -> None:
     script, kube = server
     script.answers = [(201, {"kind": "Deployment"})]
