@@ -6,7 +6,7 @@ written only when it says something new. What the conditions mean stands in ``ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from bidikv_operator import names
@@ -16,10 +16,11 @@ from bidikv_operator.resolved import Resolved, ResolvedUpdates
 from bidikv_operator.rollout.plan import EngineSet, Rollout
 from bidikv_operator.state import Applied, Observed
 from bidikv_operator.status.conditions import Condition, build_conditions
-from bidikv_operator.status.roles import RoleView, compute_role_condition, view_engines, view_router
+from bidikv_operator.status.reuse import compute_reuse
+from bidikv_operator.status.roles import RoleView, compute_role_condition, find_pod_spec, view_engines, view_router
 from bidikv_operator.status.scaling import compute_scaling
 from bidikv_operator.status.summary import Picture, compute_degraded, compute_progressing, compute_ready
-from bidikv_operator.status.transport import compute_transport, find_condition
+from bidikv_operator.status.transport import compute_transport, compute_transport_facts, find_condition
 from bidikv_operator.validate import Rejected
 from bidikv_runtime import contract
 
@@ -31,6 +32,9 @@ class HealingVerdict(Protocol):
     def reason(self) -> str | None: ...
     @property
     def message(self) -> str: ...
+    @property
+    def recycled(self) -> Sequence[Mapping[str, str]]:
+        """What of its past belongs into the status."""
 
 
 def compute_status(
@@ -53,9 +57,9 @@ def compute_status(
     previous = observed.resource.get("status") or {}
     resolved = checked if isinstance(checked, Resolved) else None
     rollout = rollout if rollout is not None else _take_all_as_current(applied)
-    unavailable = (resolved.updates if resolved else ResolvedUpdates()).max_unavailable
+    updates = resolved.updates if resolved is not None else ResolvedUpdates()
     views: dict[names.Role, RoleView] = {
-        role: view_engines(role, rollout, observed, applied, max_unavailable=unavailable) for role in names.ENGINE_ROLES
+        role: view_engines(role, rollout, observed, applied, updates) for role in names.ENGINE_ROLES
     }
     views[names.ROUTER] = view_router(observed, applied, wanted=resolved.router.replicas if resolved else None)
     accepted = _compute_accepted(checked)
@@ -87,7 +91,8 @@ def compute_status(
         "observedGeneration": generation,
         "conditions": build_conditions(conditions, previous.get("conditions") or [], generation=generation, now=now),
         "endpoint": _compute_endpoint(observed, resolved),
-        **{role: _compute_counts(metadata["name"], view) for role, view in views.items()},
+        **{role: _compute_counts(metadata["name"], view, rollout) for role, view in views.items()},
+        **_compute_facts(observed, applied, rollout, healing),
     }
 
 
@@ -117,13 +122,45 @@ def _compute_endpoint(observed: Observed, checked: Resolved | None) -> str:
     return f"{scheme}://{metadata['name']}.{metadata['namespace']}.svc:{contract.ROUTER_PORT}/v1"
 
 
-def _compute_counts(owner: str, view: RoleView) -> dict[str, Any]:
-    return {
+def _compute_counts(owner: str, view: RoleView, rollout: Rollout) -> dict[str, Any]:
+    counts = {
         "replicas": view.live,
         "readyReplicas": view.ready,
         "updatedReplicas": view.updated,
         "selector": f"{names.LABEL_OWNER}={owner},{names.LABEL_ROLE}={view.role}",
     }
+    current = next((found.group for found in rollout.of_role(view.role) if found.is_current), "")
+    return {**counts, "group": current} if current else counts
+
+
+def _compute_facts(
+    observed: Observed, applied: Applied, rollout: Rollout, healing: HealingVerdict | None
+) -> dict[str, Any]:
+    """What else is known; what is not, is left out."""
+    previous = observed.resource.get("status") or {}
+    facts = {
+        "runtimeImage": _find_runtime_image(applied, rollout),
+        "kvReuse": compute_reuse(observed.engines, previous.get("kvReuse")),
+        "transport": compute_transport_facts(observed.engines, previous.get("transport")),
+        "healing": _compute_healing(healing, previous),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _compute_healing(healing: HealingVerdict | None, previous: Mapping[str, Any]) -> Any:
+    if healing is None:
+        return previous.get("healing")
+    return {"recycled": [dict(record) for record in healing.recycled]} if healing.recycled else None
+
+
+def _find_runtime_image(applied: Applied, rollout: Rollout) -> str | None:
+    """Of the connector that the current engines run, which a newer operator leaves as it is."""
+    for role in names.ENGINE_ROLES:
+        current = [found for found in rollout.of_role(role) if found.is_current]
+        for container in find_pod_spec(applied, current).get("initContainers") or []:
+            if container["name"] == names.INSTALL_CONTAINER:
+                return str(container["image"])
+    return None
 
 
 def _take_all_as_current(applied: Applied) -> Rollout:

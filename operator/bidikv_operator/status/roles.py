@@ -1,20 +1,21 @@
 """One role as the status sees it: its sets and pods, how many serve, and what keeps the others from it. Pure.
 
-A role is ready while it has at least ``floor`` ready pods: all that are wanted, less what a rollout may take down at a
-time, and never less than one. So a rollout, or the loss of one engine of many, is told by Progressing and Degraded
-and leaves the role ready; the Deployment's own condition Available means the same.
+A role is ready while it has at least ``floor`` ready pods: all that are wanted, less what a rollout may take down
+(``updateStrategy.maxUnavailable``), and never less than one. So a rollout, or the loss of one engine of many, is told
+by Progressing and Degraded and leaves the role ready. A Deployment's own condition Available means the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef
 from bidikv_operator.kinds import DEPLOYMENT, LEADER_WORKER_SET
-from bidikv_operator.rollout.plan import EngineSet, Rollout
+from bidikv_operator.resolved import ResolvedUpdates
+from bidikv_operator.rollout.plan import EngineSet, Rollout, compute_target
 from bidikv_operator.state import Applied, Observed
 from bidikv_operator.status.conditions import Condition
 from bidikv_operator.status.pods import NAMED_POD, Trouble, describe_stages, find_trouble
@@ -22,7 +23,7 @@ from bidikv_operator.status.scheduling import compute_needs
 
 Object = Mapping[str, Any]
 
-ROUTER_UNAVAILABLE = 1
+ROUTER_UNAVAILABLE: Final = 1
 """Of several routers one may be away; they share no state that would be lost."""
 
 
@@ -59,20 +60,8 @@ class RoleView:
         return self.trouble if self.trouble.is_fault or self.is_late else None
 
 
-def compute_floor(wanted: int, max_unavailable: int | str) -> int:
-    """Ready pods below which a role does not count as ready.
-
-    Args:
-        max_unavailable: pods, or percent of ``wanted`` (``"25%"``), rounded down as a Deployment does, but at least 1:
-            a role whose rollouts may take nothing down still loses a pod now and then.
-    """
-    if isinstance(max_unavailable, str):
-        max_unavailable = wanted * int(max_unavailable.rstrip("%")) // 100
-    return min(wanted, max(1, wanted - max(1, max_unavailable)))
-
-
 def view_engines(
-    role: names.Role, rollout: Rollout, observed: Observed, applied: Applied, *, max_unavailable: int | str
+    role: names.Role, rollout: Rollout, observed: Observed, applied: Applied, updates: ResolvedUpdates
 ) -> RoleView:
     """An engine role: the sum over its sets, of whatever group."""
     sets = rollout.of_role(role)
@@ -82,11 +71,11 @@ def view_engines(
     live = sum(found.live for found in sets)
     updated = sum(found.updated for found in current)
     pods = _pods_of(observed, role)
-    needs = compute_needs(_find_pod_spec(applied, current))
+    pod_spec, refs = find_pod_spec(applied, current), [found.ref for found in sets]
     return RoleView(
         role=role,
         wanted=wanted,
-        floor=compute_floor(wanted, max_unavailable),
+        floor=compute_target(wanted, updates.max_surge, updates.max_unavailable).lowest,
         ready=ready,
         live=live,
         updated=updated,
@@ -96,7 +85,8 @@ def view_engines(
         and ready >= wanted
         and not any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
         is_late=any(found.is_late for found in current),
-        trouble=find_trouble(pods, needs) or _find_creation_trouble(applied, [found.ref for found in sets]),
+        trouble=find_trouble(pods, compute_needs(pod_spec))
+        or _find_creation_trouble(applied, [found.ref for found in sets]),
         stages=describe_stages(pods),
     )
 
@@ -116,7 +106,7 @@ def view_router(observed: Observed, applied: Applied, *, wanted: int | None) -> 
     return RoleView(
         role=names.ROUTER,
         wanted=wanted,
-        floor=compute_floor(wanted, ROUTER_UNAVAILABLE),
+        floor=compute_target(wanted, 0, ROUTER_UNAVAILABLE).lowest,
         ready=ready,
         live=live,
         updated=updated,
@@ -164,7 +154,7 @@ def explain_missing(view: RoleView) -> str:
     return f"the others are on their way: {view.stages}" if view.stages else "the others are being created"
 
 
-def _find_pod_spec(applied: Applied, sets: list[EngineSet]) -> Object:
+def find_pod_spec(applied: Applied, sets: list[EngineSet]) -> Object:
     """Of the largest pods that the sets make: where a replica is several pods, all ask for the same."""
     for found in sets:
         spec = (applied.children.get(found.ref) or {}).get("spec") or {}

@@ -179,7 +179,11 @@ def _explain_unfinished(picture: Picture, unfinished: list[names.Role]) -> Condi
         role
         for role in unfinished
         if picture.views[role].live > picture.views[role].updated
-        or any(found.live or found.replicas for found in picture.rollout.of_role(role) if not found.is_current)
+        or any(
+            found.live or found.replicas or found.leaving
+            for found in picture.rollout.of_role(role)
+            if not found.is_current
+        )
     ]
     incomplete = [view for role in unfinished if not (view := picture.views[role]).is_complete]
     told = "; ".join(f"{view.counted}, {explain_missing(view)}" for view in incomplete)
