@@ -28,7 +28,7 @@ def is_fresh(facts: EngineFacts) -> bool:
 
 
 def find_unreachable(engines: Iterable[EngineFacts]) -> frozenset[str]:
-    """Addresses that most of the peers which tried lately could not reach. Ranks of one pod do not vote on each other."""
+    """Addresses that most of the peers which tried lately could not reach. A pod's ranks do not vote on each other."""
     engines = tuple(engines)
     votes = Counter[str]()
     uid_of = {engine.address: engine.uid for engine in engines}
@@ -43,14 +43,3 @@ def find_unreachable(engines: Iterable[EngineFacts]) -> frozenset[str]:
         accused.update(voter.report.unreachable)
     return frozenset(address for address in accused if votes[address] > 0)
 
-
-def are_mutual(engine: EngineFacts, engines: Iterable[EngineFacts]) -> bool:
-    """Whether an engine that peers cannot reach says the same of one of those peers: the network between them may be
-    at fault as well as it."""
-    told = engine.report.unreachable if engine.report is not None and is_fresh(engine) else ()
-    accusers = {
-        peer.address
-        for peer in engines
-        if peer.report is not None and is_fresh(peer) and engine.address in peer.report.unreachable
-    }
-    return not accusers.isdisjoint(told)

@@ -15,7 +15,7 @@ UNREAD_WEIGHT: Final = HELD_LIMIT + 1
 
 
 def compute_session_value(reports: Iterable[EngineReport]) -> int:
-    """The value of one pod from the reports of its ranks: first what no other engine has read yet, then what is held."""
+    """The value of one pod from its ranks' reports: first what no other engine has read yet, then what is held."""
     unread = held = 0
     for report in reports:
         unread += report.unread_sessions + report.unread_handovers

@@ -112,7 +112,7 @@ def _judge(engines: Sequence[EngineFacts], fabric: ResolvedFabric) -> Condition:
     if failing:
         text = (
             f"{_name(failing)} could read no KV from any peer, so everything is computed anew: let all ports be open "
-            "between the engines (NetworkPolicies; with EFA also the security group, for itself) and see the engines' logs"
+            "between the engines (NetworkPolicies; with EFA also the security group, for itself), see the engines' logs"
         )
         return _build("False", names.REASON_NO_TRAFFIC, text)
     if not any(transport.read_bytes for _, transport in told):
