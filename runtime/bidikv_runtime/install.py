@@ -2,7 +2,8 @@
 
 Runs as init container of an engine pod (``python3 -m bidikv_runtime.install /opt/bidikv/connector``); the engine then
 has that folder on PYTHONPATH. Only what runs in an engine's container is copied: the contract, the connector and the
-preStop hook, not the router.
+preStop hook, not the router. Beside it lies what a package installer would leave, so that vLLM finds our plugin
+(``connector/last_words.py``).
 
 The target appears all at once: the copy is made beside it and renamed into place, so that an interrupted run leaves no
 half package, and a repeated one (a restarted init container) replaces it. Standard library only.
@@ -20,6 +21,14 @@ from typing import Final
 
 PACKAGE: Final = Path(__file__).resolve().parent
 PARTS: Final = ("__init__.py", "contract.py", "drain.py", "connector")
+METADATA: Final = {
+    "METADATA": "Metadata-Version: 2.1\nName: bidikv-connector\nVersion: 1\n",
+    "entry_points.txt": (
+        "[vllm.general_plugins]\nbidikv-last-words = bidikv_runtime.connector.last_words:install_handler\n"
+    ),
+}
+"""Files of ``METADATA_FOLDER``; ``importlib.metadata`` finds it in any folder on the path."""
+METADATA_FOLDER: Final = "bidikv_connector-1.dist-info"
 SKIPPED: Final = shutil.ignore_patterns("tests", "__pycache__", "*.pyc", "*.md")
 
 
@@ -40,10 +49,16 @@ def install(target: Path, package: Path = PACKAGE) -> Path:
                 shutil.copytree(source, staged / part, ignore=SKIPPED)
             else:
                 shutil.copy2(source, staged / part)
-        _open_for_reading(staged)
-        if destination.exists():
-            os.rename(destination, Path(scratch) / "previous")
-        os.rename(staged, destination)
+        metadata = Path(scratch) / METADATA_FOLDER
+        metadata.mkdir()
+        for name, text in METADATA.items():
+            (metadata / name).write_text(text)
+        # The package first: metadata that names a module which is not there yet would fail vLLM's import of it.
+        for new in (staged, metadata):
+            _open_for_reading(new)
+            if (target / new.name).exists():
+                os.rename(target / new.name, Path(scratch) / f"previous-{new.name}")
+            os.rename(new, target / new.name)
     return destination
 
 

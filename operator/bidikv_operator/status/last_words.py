@@ -70,7 +70,7 @@ KNOWN: Final = (
         "correct spec.model.source.huggingFace.revision",
     ),
     _known(
-        r"RepositoryNotFound|not a valid model identifier|Repo id must (be in the form|use)",
+        r"RepositoryNotFound|not a valid model identifier",
         names.REASON_MODEL_NOT_FOUND,
         "correct spec.model.source; a private repository looks absent without a token (tokenSecretName)",
     ),
@@ -87,9 +87,9 @@ KNOWN: Final = (
     ),
     _known(
         r"No such file or directory|does not appear to have a file named|Can't load the configuration|"
-        r"Invalid repository ID or local directory",
+        r"Invalid repository ID or local directory|Repo id must (be in the form|use)",
         names.REASON_MODEL_NOT_FOUND,
-        "correct spec.model.source: the folder must hold config.json, weights and tokenizer",
+        "correct spec.model.source: that folder of the volume or image must hold config.json, weights and tokenizer",
     ),
     _known(
         r"CUDA out of memory|OutOfMemoryError|No available memory for the cache blocks|"

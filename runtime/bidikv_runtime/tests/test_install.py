@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bidikv_runtime.install import install
+from bidikv_runtime.install import METADATA_FOLDER, install
 
 
 def make_package(root: Path, text: str = "one") -> Path:
@@ -31,7 +31,7 @@ def test_copies_only_what_an_engine_imports(tmp_path: Path) -> None:
     assert installed == target / "bidikv_runtime"
     files = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
     assert files == {"__init__.py", "contract.py", "drain.py", "connector/__init__.py", "connector/connector.py"}
-    assert [path.name for path in target.iterdir()] == ["bidikv_runtime"]  # no scratch left
+    assert {path.name for path in target.iterdir()} == {"bidikv_runtime", METADATA_FOLDER}  # no scratch left
 
 
 def test_any_user_can_read(tmp_path: Path) -> None:
@@ -58,6 +58,26 @@ def test_a_failed_run_leaves_the_first(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         install(target, package)
     assert "one" in (installed / "contract.py").read_text()
+
+
+def test_vllm_finds_the_plugin(tmp_path: Path) -> None:
+    """As vLLM looks for its plugins, in a process that has only that folder."""
+    install(tmp_path)
+    install(tmp_path)
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "found = entry_points(group='vllm.general_plugins')\n"
+        "print([(one.name, one.load().__module__) for one in found])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "[('bidikv-last-words', 'bidikv_runtime.connector.last_words')]"
 
 
 def test_the_real_package_imports_from_the_folder(tmp_path: Path) -> None:
