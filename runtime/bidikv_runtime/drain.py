@@ -147,21 +147,21 @@ def drain(engine: Engine, *, leave_seconds: float, seconds: float) -> str:
         time.sleep(min(LOOK_SECONDS, leave_seconds + seconds - passed))
 
 
-def tell(line: str) -> None:
-    """Write a line into the container's log: what a hook itself writes, nobody sees.
+def tell(line: str, *, in_pod: bool) -> None:
+    """Write a line; in a pod also into the container's log, as nobody sees what a hook itself writes.
 
-    The log is the standard output of the container's own process. In a process namespace that the pod shares it is not
-    the first one, but the first of those that see the files of this one.
+    The log is the standard output of the container's first process: in a process namespace that the pod shares, the
+    first one that sees the same files.
     """
-    data = f"INFO bidikv.drain {line}\n".encode()
-    for process in sorted((int(item.name) for item in PROC.iterdir() if item.name.isdigit()), default=[]):
-        with contextlib.suppress(OSError):
-            if process == os.getpid() or os.readlink(PROC / f"{process}/ns/mnt") != os.readlink(PROC / "self/ns/mnt"):
-                continue
-            with open(PROC / f"{process}/fd/1", "ab", buffering=0) as log:
-                log.write(data)
+    text = f"INFO bidikv.drain {line}\n"
+    sys.stdout.write(text)
+    files = os.readlink(PROC / "self/ns/mnt")
+    for process in sorted(int(item.name) for item in PROC.iterdir() if item.name.isdigit()) if in_pod else ():
+        with contextlib.suppress(OSError):  # of another user, or just gone
+            if os.readlink(PROC / f"{process}/ns/mnt") == files:
+                with open(PROC / f"{process}/fd/1", "ab", buffering=0) as log:
+                    log.write(text.encode())
                 return
-    sys.stdout.write(data.decode())
 
 
 def parse_seconds(text: str) -> float:
@@ -212,7 +212,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     except Exception as error:
         sentence = f"not done: {error!r}"
     with contextlib.suppress(Exception):
-        tell(sentence)
+        tell(sentence, in_pod="KUBERNETES_SERVICE_HOST" in environment)
     return 0
 
 
