@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from bidikv_operator import names
 from bidikv_operator.build import build_all
@@ -26,6 +26,7 @@ def with_defaults(value: Any) -> Any:
 
 
 @given(valid_resources())
+@settings(deadline=None)
 def test_defaults_of_the_server_are_no_drift(resource: Object) -> None:
     for _, manifest in build_all(resolve(resource)):
         desired = mark_applied(manifest)
