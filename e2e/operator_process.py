@@ -13,6 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from e2e.install import ROOT
@@ -104,6 +105,15 @@ class OperatorProcess:
         if self._process is not None:
             self._process.kill()
             self._process.wait(STOP_SECONDS)
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def logged_at(self, words: str) -> datetime:
+        """When a line with these words was logged."""
+        line = next(line for line in self.log().splitlines() if words in line)
+        return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").astimezone(UTC)
 
     def wait(self, seconds: float) -> int:
         """The exit code of an operator that ends by itself."""

@@ -15,6 +15,7 @@ import pytest
 from e2e.engine.fixtures import deployment, engines  # noqa: F401  (fixtures of the tests marked engine)
 from e2e.install import ROOT, install_operator
 from e2e.kubectl import Kubectl
+from e2e.own_api_server import OwnApiServer, run_own_api_server
 
 CRD = ROOT / "crds" / "serving.bidikv.io_bidikvinferences.yaml"
 
@@ -36,6 +37,13 @@ def crd(cluster: Kubectl) -> None:
 def operator(cluster: Kubectl) -> None:
     """The operator of this checkout, installed with its chart, two replicas."""
     install_operator(cluster, "replicas=2")
+
+
+@pytest.fixture(scope="module")
+def own_api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnApiServer]:
+    """An API server for one file's tests; while they run, the cluster in use cannot be reached."""
+    with run_own_api_server(tmp_path_factory.mktemp("own-api-server")) as server:
+        yield server
 
 
 @pytest.fixture
