@@ -104,6 +104,47 @@ def test_lookup_then_validate(client: LookupClient) -> None:
         assert validated(client, source, found.epoch, run) == (index.epoch, 1)
 
 
+def test_whose_session_is_asked_for_and_read_is_told(client: LookupClient) -> None:
+    index, told = holding(3), list[tuple[str, bool]]()
+    peer = wire.Peer("engine", LOOPBACK, 5600, 1)
+    server = LookupServer(
+        index,
+        COMPATIBILITY,
+        peer,
+        LOOPBACK,
+        0,
+        LOG,
+        on_session=lambda session, has_read: told.append((session, has_read)),
+    )
+    source, digest = Source(LOOPBACK, server.port), COMPATIBILITY.digest()
+
+    def validate(blocks: list[int], numbers: list[int], session: str) -> None:
+        answered(
+            client,
+            client.ask(
+                source, lambda n: wire.Validate(wire.VERSION, n, index.epoch, blocks, numbers, session), PATIENCE
+            ),
+        )
+
+    try:
+        answered(client, ask_lookup(client, source))
+        answered(client, client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, b"other", HASHES, 1, "s"), PATIENCE))
+        assert told == [], "of no session, and refused"
+        answered(client, client.ask(source, lambda n: wire.Lookup(wire.VERSION, n, digest, HASHES, 1, "s"), PATIENCE))
+        validate([1, 2], [9, 9], "s")
+        assert told == [("s", False)], "nothing valid was read"
+        assert not server.has_read([1, 2, 3])
+        validate([1, 2], [1, 2], "")
+        assert told == [("s", False)]
+        validate([2, 3], [2, 9], "s")
+        assert told == [("s", False), ("s", True)]
+        assert [block for block in (1, 2, 3) if server.has_read([block])] == [1, 2]
+        assert set(server.take_read_blocks()) == {1, 2}
+        assert not server.has_read([1, 2, 3])
+    finally:
+        server.stop()
+
+
 def test_a_restarted_source_validates_nothing_of_its_former_life(client: LookupClient) -> None:
     with serving(holding(3)) as source:
         found = answered(client, ask_lookup(client, source))

@@ -258,6 +258,28 @@ def test_a_handover_nobody_reads_expires() -> None:
     assert engine.retention.take_ended() == {(HANDOVER, "expired"): 1}
 
 
+def test_unread_handovers_are_counted_also_where_no_step_ends_them() -> None:
+    engine = Engine()
+    first, second = engine.run("a", [], 6, handover=True), engine.run("b", [], 6, handover=True)
+    engine.run("c", [], 6)
+    read: set[int] = set()
+
+    def count(later: float = 0.0) -> int:
+        return engine.retention.count_unread_handovers(lambda end: not read.isdisjoint(end), engine.now + later)
+
+    assert count() == 2
+    read.update(first[:3])
+    assert count() == 2, "others share the beginning"
+    read.update(first)
+    assert count() == 1
+    assert count(later=SETTINGS.handover_seconds) == 0
+    engine.retention.blocks_read(first, engine.now)
+    read.clear()
+    assert count() == 1
+    engine.retention.blocks_read(second, engine.now)
+    assert count() == 0
+
+
 def test_handovers_beyond_the_budget_wait_in_vllms_order() -> None:
     engine = Engine(retention="LRU")
     first = engine.run("a", [], 20, handover=True)
