@@ -20,6 +20,8 @@ from kubernetes.aio.config import ConfigException
 
 from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
+from bidikv_operator.engines.facts import FactStore
+from bidikv_operator.engines.poll import EnginePoller
 from bidikv_operator.health import HealthServer, Pulse
 from bidikv_operator.kinds import INFERENCE, LEASE, OPTIONAL_KINDS, WATCHED_KINDS, Kind
 from bidikv_operator.kube import ApiError, ForbiddenError, Kube, TransientError, connect
@@ -75,10 +77,12 @@ class Operator:
         kube.may_write = self._lease.is_held
         kube.on_write = self._metrics.record_write
         self._tokens = TokenStore(kube, propagation_seconds=settings.token_propagation_seconds)
+        self._engines = FactStore()
         self._reconciler = Reconciler(
             kube=kube,
             cache=self._cache,
             tokens=self._tokens,
+            engines=self._engines,
             runtime_image=settings.runtime_image,
             identity=settings.identity,
         )
@@ -87,6 +91,14 @@ class Operator:
             workers=settings.workers,
             limit=settings.queue_limit,
             observer=QueueObserver(on_run=self._metrics.record_run),
+        )
+        self._poller = EnginePoller(
+            self._engines,
+            self._cache,
+            self._queue.add,
+            self._tokens.token,
+            period_seconds=settings.poll_seconds,
+            on_refused=self._note_refusal,
         )
         self._optional: frozenset[Kind] = frozenset()
         self._discovered = asyncio.Event()
@@ -116,16 +128,18 @@ class Operator:
         """Act as the leader until told to stop or until something essential ends."""
         lease = asyncio.create_task(self._lease.hold(), name="lease")
         work = asyncio.create_task(self._work(), name="work")
+        poll = asyncio.create_task(self._poller.run(), name="poll")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         kopf_stop = asyncio.Event()
         kopf_ended = asyncio.create_task(self._watch(kopf_stop), name="kopf")
         try:
-            await asyncio.wait({lease, work, stop, kopf_ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({lease, work, poll, stop, kopf_ended}, return_when=asyncio.FIRST_COMPLETED)
             is_clean = stop.done() and not lease.done()
             if not is_clean:
-                logger.error("Stopping: %s", self._watch_fault or _explain({lease, work, kopf_ended}))
+                logger.error("Stopping: %s", self._watch_fault or _explain({lease, work, poll, kopf_ended}))
             work.cancel()
-            await asyncio.wait({work})
+            poll.cancel()
+            await asyncio.wait({work, poll})
             # First the writers, then the watches, then the lease: the next leader must find nobody writing.
             await self._queue.stop()
             kopf_stop.set()
@@ -135,9 +149,9 @@ class Operator:
             await self._lease.release()
             return 0 if is_clean else 1
         finally:
-            for task in (lease, work, stop, kopf_ended):
+            for task in (lease, work, poll, stop, kopf_ended):
                 task.cancel()
-            await asyncio.gather(lease, work, stop, kopf_ended, return_exceptions=True)
+            await asyncio.gather(lease, work, poll, stop, kopf_ended, return_exceptions=True)
 
     async def _work(self) -> None:
         """Complete the cache, reconcile, and resync now and then. Never returns.
@@ -203,6 +217,11 @@ class Operator:
             task.add_done_callback(self._note_watch_fault)
         self._handle_signals()  # kopf has just taken the signals for itself
         await kopf.run_tasks(tasks, ignored=existing)
+
+    def _note_refusal(self, key: Key) -> None:
+        """An engine does not accept the peers' token that this process knows."""
+        if self._tokens.refuse(key):
+            self._queue.add(key)
 
     def _note_watch_fault(self, task: asyncio.Task[Any]) -> None:
         """kopf ends seconds after a watch failed, and before that it cancels the workers: they would be blamed."""

@@ -13,7 +13,9 @@ from typing import Final
 from bidikv_operator.apply import Applier
 from bidikv_operator.build import build_all
 from bidikv_operator.cache import Key, ObjectCache
+from bidikv_operator.engines.facts import FactStore, build_expectation
 from bidikv_operator.events import post_events
+from bidikv_operator.healing import Healer, Healing
 from bidikv_operator.kinds import Kind
 from bidikv_operator.kube import ApiError, ConflictError, Kube, NotFoundError, NotLeaderError, TransientError
 from bidikv_operator.observe import observe
@@ -40,10 +42,13 @@ class Reconciler:
     identity: str
     missing_kinds: frozenset[Kind] = frozenset()
     """Optional kinds that this cluster does not serve, or not to this operator."""
+    engines: FactStore = field(default_factory=FactStore)
     _applier: Applier = field(init=False)
+    _healer: Healer = field(init=False)
 
     def __post_init__(self) -> None:
         self._applier = Applier(self.kube, self.cache)
+        self._healer = Healer(self.kube)
 
     async def reconcile(self, key: Key) -> Result:
         """Bring one resource to its desired state.
@@ -63,11 +68,16 @@ class Reconciler:
         if observed is None:
             self._applier.forget(key)
             self.tokens.forget(key)
+            self.engines.forget(key)
+            self._healer.forget(key)
             return Done()
         if observed.resource["metadata"].get("deletionTimestamp"):
             return Done()  # the garbage collector is at work; a write would only delay it
         checked = validate(observed.resource, runtime_image=self.runtime_image)
-        token = TokenOutcome()
+        token, healing = TokenOutcome(), None
+        if not isinstance(checked, Rejected):
+            self.engines.expect(key, build_expectation(checked))
+        observed = replace(observed, engines=self.engines.observe(key, observed.pods))
         if isinstance(checked, Rejected):
             await self.tokens.load(key, observed.resource)
             # What runs keeps running: a typing mistake must not take a service down.
@@ -75,15 +85,21 @@ class Reconciler:
         else:
             token = await self.tokens.ensure(checked, observed.resource)
             applied = _include(token, await self._applier.apply_all(observed, build_all(checked)))
-        await self._tell(observed, checked, applied)
+            healing = self._healer.decide(key, observed, checked, is_rolling=False)
+        await self._tell(observed, checked, applied, healing)
+        if healing is not None:
+            await self._healer.recycle(key, healing)  # the status tells of it by now
         if applied.failures:
             raise RetryLaterError("; ".join(str(failure) for failure in applied.failures))
         if applied.waiting:
             return RequeueAfter(WAITING_SECONDS)
         return Done() if token.pause is None else RequeueAfter(token.pause)
 
-    async def _tell(self, observed: Observed, checked: Resolved | Rejected, applied: Applied) -> None:
-        status = compute_status(observed, checked, applied, now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+    async def _tell(
+        self, observed: Observed, checked: Resolved | Rejected, applied: Applied, healing: Healing | None
+    ) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        status = compute_status(observed, checked, applied, None, healing, now=now)
         before = (observed.resource.get("status") or {}).get("conditions") or []
         try:
             if await write_status(self.kube, self.cache, observed.resource, status):

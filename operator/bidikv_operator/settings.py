@@ -71,6 +71,9 @@ class Settings:
     write_timeout_seconds: int = 5
     """BIDIKV_WRITE_TIMEOUT_SECONDS: limit of one writing request; bounds what is in flight when a lease is lost."""
 
+    poll_seconds: int = 15
+    """BIDIKV_POLL_SECONDS: how often every engine is asked for its report."""
+
     token_propagation_seconds: int = 180
     """BIDIKV_TOKEN_PROPAGATION_SECONDS: what each step of a rotation of the peers' token gives kubelets to mount it. They
     look every 60 to 90 s; the default lets each of them fail once."""
@@ -99,6 +102,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         queue_limit=source.whole("QUEUE_LIMIT", default=100_000, low=1, high=10_000_000),
         resync_seconds=source.whole("RESYNC_SECONDS", default=600, low=5, high=86_400),
         write_timeout_seconds=source.whole("WRITE_TIMEOUT_SECONDS", default=5, low=1, high=300),
+        poll_seconds=source.whole("POLL_SECONDS", default=15, low=1, high=3_600),
         token_propagation_seconds=source.whole("TOKEN_PROPAGATION_SECONDS", default=180, low=1, high=86_400),
     )
     if not settings.retry_seconds < settings.renew_deadline_seconds < settings.lease_seconds:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 import aiohttp
@@ -38,7 +38,7 @@ MAXIMUM_BYTES: Final = 64 * 1024
 SUPPORTED_VERSION: Final = 1
 _REPORT: Final = msgspec.json.Decoder(EngineReport)
 
-TokenSource = Callable[[Key], Awaitable[str | None]]
+TokenSource = Callable[[Key], str | None]
 """The token that a resource's engines accept; None when there is none."""
 
 
@@ -86,7 +86,7 @@ class EnginePoller:
         try:
             targets = self._store.targets(key, self._cache.pods(key))
             if targets:
-                token = await self._token(key)
+                token = self._token(key)
                 await asyncio.gather(*(self._ask(session, key, target, token) for target in targets))
             resource = self._cache.resource(key)
             if resource is not None and self._store.judge(key, self._cache.pods(key), resource.get("status") or {}):

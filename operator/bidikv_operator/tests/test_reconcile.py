@@ -8,6 +8,7 @@ import pytest
 
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
+from bidikv_operator.engines.facts import FactStore
 from bidikv_operator.kinds import DEPLOYMENT, INFERENCE
 from bidikv_operator.kube import InvalidError, TransientError
 from bidikv_operator.reconcile import Reconciler
@@ -27,6 +28,7 @@ class World:
             kube=self.kube,  # type: ignore[arg-type]
             cache=self.cache,
             tokens=TokenStore(self.kube, propagation_seconds=180),
+            engines=FactStore(),
             runtime_image=RUNTIME_IMAGE,
             identity="test",
         )
