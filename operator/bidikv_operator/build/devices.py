@@ -31,7 +31,7 @@ PCIE_ROOT: Final = "resource.kubernetes.io/pcieRoot"
 SHARED_MEMORY_BASE_GIBIBYTES: Final = 8
 """vLLM's cache of multimodal input, at most 4 GiB, and what libraries take."""
 SHARED_MEMORY_RANK_GIBIBYTES: Final = 1
-"""Per rank: message queues of 160 MiB (``VLLM_MQ_MAX_CHUNK_BYTES_MB`` times ten) and NCCL's buffers."""
+"""Per rank: a message queue (an engine of one rank was seen to use 400 MiB for its two) and NCCL's buffers."""
 
 
 def compute_ranks(settings: ResolvedEngine) -> int:
