@@ -400,7 +400,7 @@ def test_whatever_happens_blocks_are_conserved_and_holds_bounded(
     contents: dict[int, object] = {}
     for session, expect, handover, new, pause, share in steps:
         prefix = []
-        for block in latest.get(session, latest.get("a", []))[:share]:
+        for block in latest.get(session, latest.get("a", []))[: min(share, 40 - new)]:  # a request fits the pool
             if engine.pool.blocks[block].block_hash is not contents[block]:
                 break  # evicted meanwhile
             prefix.append(block)
