@@ -42,4 +42,3 @@ def find_unreachable(engines: Iterable[EngineFacts]) -> frozenset[str]:
                     votes[address] += weight
         accused.update(voter.report.unreachable)
     return frozenset(address for address in accused if votes[address] > 0)
-
