@@ -13,7 +13,9 @@ import pytest
 
 from bidikv_operator import names
 from e2e.kubectl import Kubectl, KubectlError, Manifest, eventually
-from e2e.tests.test_schema import FIELDS, REMOVED, changed, manifest
+from e2e.tests.schema_rows import REMOVED, changed
+from e2e.tests.schema_walk import FIELDS
+from e2e.tests.test_schema import manifest
 
 pytestmark = pytest.mark.cluster
 

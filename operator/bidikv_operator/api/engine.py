@@ -38,13 +38,16 @@ leaves out on purpose, those that would replace the connector (``--kv-offloading
 refuses (context parallelism), and ``--config``, whose file could hold any of them."""
 
 # vLLM's parser takes --max_model_len for --max-model-len, --kv-transfer-config.kv_role for a key of the JSON value, -n2
-# for -n 2, and (argparse's abbreviations) any unambiguous prefix such as --max-model. No other flag of vLLM 0.32 is a
-# prefix of one of ours, so refusing every prefix refuses nothing else. A lone "-" or "--" is no flag.
+# for -n 2, and (argparse's abbreviations) any unambiguous prefix such as --max-model. No other flag of vLLM 0.32 than
+# FOREIGN_FLAGS is a prefix of one of ours, so refusing every prefix refuses nothing else. A lone "-" or "--" is none.
+FOREIGN_FLAGS: Final = ("-dc",)
+"""Flags of vLLM 0.32 that begin an owned one and are none: ``--diffusion-config``."""
 SHORT_FLAGS: Final = tuple(flag for flag in OWNED_FLAGS if len(flag) == 2)
 _FLAG_OF_ARGUMENT = "a.split('=', 2)[0].split('.', 2)[0].replace('_', '-')"
 _OWNED_FLAG_RULE = (
     f"!has(self.extraArgs) || self.extraArgs.filter(a, a.startsWith('-') && a != '-' && a != '--')"
-    f".map(a, {_FLAG_OF_ARGUMENT}).all(flag, !{list(OWNED_FLAGS)!r}.exists(owned, owned.startsWith(flag)) && "
+    f".map(a, {_FLAG_OF_ARGUMENT}).filter(flag, !(flag in {list(FOREIGN_FLAGS)!r}))"
+    f".all(flag, !{list(OWNED_FLAGS)!r}.exists(owned, owned.startsWith(flag)) && "
     + " && ".join(f"!flag.startsWith('{flag}')" for flag in SHORT_FLAGS)
     + ")"
 )

@@ -124,7 +124,7 @@ class Healing(ApiModel):
         default=None, description="Enabled: such a pod is deleted, so that another one replaces it. Enabled when unset."
     )
     maximum_per_hour: int | None = Field(
-        default=None, ge=1, le=1024, description="Most pods deleted within an hour; 4 when unset."
+        default=None, ge=1, le=64, description="Most pods deleted within an hour; 4 when unset."
     )
     unreachable_seconds: int | None = Field(
         default=None,

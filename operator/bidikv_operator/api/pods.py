@@ -27,10 +27,10 @@ class EnvVar(ApiModel):
     value: str = Field(max_length=4096, description="Its value.")
 
 
-CPU_PATTERN: Final = r"^([1-9][0-9]{0,3}(\.[0-9]{1,3})?|0?\.[0-9]{0,2}[1-9][0-9]{0,2}|[1-9][0-9]{0,6}m)$"
+CPU_PATTERN: Final = r"^([1-9][0-9]{0,3}|(0|[1-9][0-9]{0,3})\.[0-9]{0,2}[1-9]|[1-9][0-9]{0,6}m)$"
 MEMORY_PATTERN: Final = r"^[1-9][0-9]{0,8}(Mi|Gi|Ti|M|G|T)$"
-Cpu = int_or_string(minimum=1, maximum=4096, pattern=CPU_PATTERN, max_length=16)
-Memory = Annotated[str, Field(min_length=1, max_length=16, pattern=MEMORY_PATTERN)]
+Cpu = int_or_string(minimum=1, maximum=4096, pattern=CPU_PATTERN, max_length=8)
+Memory = Annotated[str, Field(max_length=11, pattern=MEMORY_PATTERN)]
 
 
 class PodResources(ApiModel):

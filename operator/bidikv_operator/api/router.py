@@ -14,7 +14,6 @@ class Tracing(ApiModel):
     """OpenTelemetry traces."""
 
     endpoint: str = Field(
-        min_length=1,
         max_length=1024,
         pattern=r"^https?://[^\s]+$",
         description="OTLP/HTTP endpoint, e.g. http://collector.observability:4318/v1/traces.",

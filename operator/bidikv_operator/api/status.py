@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from bidikv_operator.api.base import ApiModel, Count, Generation, map_list
+from bidikv_operator.api.base import ATOMIC_LIST, ApiModel, Count, Generation, map_list
 
 
 class Condition(ApiModel):
@@ -54,13 +54,6 @@ class KVReuseStatus(ApiModel):
     sessions: Count | None = Field(
         default=None, description="Sessions of whose KV the decode engines still hold some, rounded."
     )
-    unread_sessions: Count | None = Field(
-        default=None,
-        description=(
-            "Sessions whose next turn is expected and whose KV only one engine holds, rounded: what would be lost with "
-            "the engines."
-        ),
-    )
     reused_tokens_percent: int | None = Field(
         default=None,
         ge=0,
@@ -78,6 +71,24 @@ class TransportStatus(ApiModel):
     )
     gigabits_per_second: Count | None = Field(
         default=None, description="Least bandwidth measured between two engines, rounded down."
+    )
+
+
+class RecycledEngine(ApiModel):
+    """An engine pod that was deleted because its peers could not reach it."""
+
+    role: Literal["prefill", "decode"] = Field(description="Its role.")
+    time: str = Field(description="When it was deleted.", json_schema_extra={"format": "date-time"})
+
+
+class HealingStatus(ApiModel):
+    """What healing has done lately. It bounds healing, also under the operator's next leader."""
+
+    recycled: list[RecycledEngine] | None = Field(
+        default=None,
+        max_length=64,
+        description="Engine pods that were deleted within the hour before the last of them, oldest first.",
+        json_schema_extra=ATOMIC_LIST,
     )
 
 
@@ -105,3 +116,4 @@ class BidiKVInferenceStatus(ApiModel):
     router: RoleStatus | None = Field(default=None, description="Counts of the router pods.")
     kv_reuse: KVReuseStatus | None = Field(default=None, description="The engines' KV.")
     transport: TransportStatus | None = Field(default=None, description="What moves KV between the engines.")
+    healing: HealingStatus | None = Field(default=None, description="What healing has done lately.")

@@ -30,7 +30,7 @@ from bidikv_operator.api.base import (
     map_list,
     validations,
 )
-from bidikv_operator.api.engine import OWNED_FLAGS, SHORT_FLAGS, EngineRole
+from bidikv_operator.api.engine import FOREIGN_FLAGS, OWNED_FLAGS, SHORT_FLAGS, EngineRole
 from bidikv_operator.api.fabric import FabricSpec
 from bidikv_operator.api.model import LORA_RANKS, AdapterSource, LoraAdapter, Model, ModelSource
 from bidikv_operator.api.operations import Healing, Monitoring, Security, UpdateStrategy
@@ -41,6 +41,7 @@ from bidikv_operator.api.scaling import Autoscaling, ReplicaBounds
 from bidikv_operator.api.status import BidiKVInferenceStatus
 
 __all__ = [
+    "FOREIGN_FLAGS",
     "LORA_RANKS",
     "MAX_NAME_LENGTH",
     "NAME_RULES",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from bidikv_operator.api.pods import EnvVar
-from bidikv_operator.api.v1alpha1 import OWNED_FLAGS, SHORT_FLAGS
+from bidikv_operator.api.v1alpha1 import FOREIGN_FLAGS, OWNED_FLAGS, SHORT_FLAGS
 from bidikv_operator.validate.problem import Problem, Problems
 from bidikv_runtime import contract
 
@@ -33,11 +33,13 @@ def find_owned_flag(arg: str) -> str | None:
     vLLM's parser (``utils/argparse_utils.py``, 0.32) turns underscores into dashes, takes ``--flag=value``,
     ``--flag.key value`` and ``-n2``, and, as argparse does, any unambiguous beginning of a flag. The last one given
     wins, so each of these would silently replace the operator's value. No flag of vLLM 0.32 outside of the list begins
-    an owned one.
+    an owned one, but for ``FOREIGN_FLAGS``.
     """
     if not arg.startswith("-") or arg in ("-", "--"):
         return None
     flag = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
+    if flag in FOREIGN_FLAGS:
+        return None
     owned = next((owned for owned in OWNED_FLAGS if owned.startswith(flag)), None)
     return owned or next((short for short in SHORT_FLAGS if flag.startswith(short)), None)
 
