@@ -125,6 +125,7 @@ class Applier:
             if ownership == "previous" or live["metadata"].get("deletionTimestamp"):
                 return None
             if is_unchanged(manifest, live, memory.get(ref)):
+                memory.setdefault(ref, record_applied(manifest, live))
                 return live
         return self._record(ref, manifest, await self.client.apply(ref.kind, manifest), memory)
 

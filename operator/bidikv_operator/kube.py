@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +25,8 @@ from bidikv_operator.kinds import LEASE, Kind
 Object = dict[str, Any]
 
 APPLY_CONTENT_TYPE: Final = "application/apply-patch+yaml"
-PAGE_SIZE: Final = 500
+PAGE_SIZE: Final = 200
+"""Objects per page of a list: that many Deployments take 10 MB for a moment."""
 READ_TIMEOUT_SECONDS: Final = 30.0
 MESSAGE_LIMIT: Final = 1024
 CONNECTIONS: Final = 32
@@ -69,7 +70,7 @@ class NotLeaderError(Exception):
 
 @dataclass(frozen=True)
 class Listed:
-    """A list and the moment of the cluster's history that it shows."""
+    """A page of a list and the moment of the cluster's history that it shows, which all pages share."""
 
     items: tuple[Object, ...]
     resource_version: str
@@ -96,21 +97,19 @@ class Kube:
     async def get(self, kind: Kind, namespace: str, name: str) -> Object:
         return await self._request("GET", kind.path(namespace, name))
 
-    async def list(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> Listed:
-        """All objects of a kind, fetched in pages."""
-        items: list[Object] = []
+    async def pages(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> AsyncIterator[Listed]:
+        """All objects of a kind, page by page: together they may be too large for the memory."""
         query = {"limit": str(PAGE_SIZE)}
         if label_selector:
             query["labelSelector"] = label_selector
-        version = ""
         while True:
             page = await self._request("GET", kind.path(namespace), query=query)
             # Items of a list carry neither apiVersion nor kind.
-            items += ({"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in page["items"])
-            version = version or page["metadata"]["resourceVersion"]
+            items = tuple({"apiVersion": kind.api_version, "kind": kind.kind, **item} for item in page["items"])
+            yield Listed(items, page["metadata"]["resourceVersion"])
             following = page["metadata"].get("continue")
             if not following:
-                return Listed(tuple(items), version)
+                return
             query["continue"] = following
 
     async def apply(self, kind: Kind, manifest: Object, *, subresource: str | None = None) -> Object:

@@ -7,7 +7,7 @@ Later times repair what a watch silently lost; that they find anything is worth 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ListClient(Protocol):
-    async def list(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> Listed: ...
+    def pages(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> AsyncIterator[Listed]: ...
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ async def resync(
     for namespace in namespaces or (None,):
         for kind in kinds:
             selector = "" if kind == INFERENCE else names.LABEL_OWNER
-            listed = await client.list(kind, namespace, label_selector=selector)
-            found, concerned = cache.correct(kind, namespace, listed.items, listed.resource_version)
+            correction, version = cache.correct(kind, namespace), ""
+            async for page in client.pages(kind, namespace, label_selector=selector):
+                correction.add(page.items)
+                version = version or page.resource_version
+            found, concerned = correction.finish(version)
             count += found
             keys |= concerned
     return Corrections(count, frozenset(keys))

@@ -2,7 +2,8 @@
 
 Handlers file the object in the cache and name its owner's key; they never do work, as kopf logs and drops what they
 raise. There are no index handlers: ``cache.py`` says why. Nothing is reconciled before all watches are open and the
-cache has been compared with the API server (``resync.py``), so the first reconcile sees everything.
+cache has been compared with the API server (``resync.py``), so the first reconcile sees everything. An event that only
+repeats the answer to a write of ours names nothing: each new resource would be reconciled twice.
 
 Why nothing is ever written by kopf: only change handlers, timers and daemons make it store annotations or finalizers,
 and there are none. No peering (the Lease elects), no scanning of namespaces or CRDs (``__main__`` checks discovery),
@@ -26,8 +27,10 @@ from bidikv_operator.kinds import INFERENCE, WATCHED_KINDS, Kind
 
 SERVER_TIMEOUT_SECONDS: Final = 300
 """The API server ends a watch after so long, and kopf opens it again: a sign of life per watch."""
-PAGE_SIZE: Final = 500
-IDLE_SECONDS: Final = 1.0
+PAGE_SIZE: Final = 200
+IDLE_SECONDS: Final = 0.05
+"""kopf keeps a task per object, and the object with it, for so long after its last event: at start, of all at once. Not
+0: its loop would then spin without ever taking an event."""
 
 
 class WatchAges:
@@ -94,9 +97,35 @@ def _register(registry: kopf.OperatorRegistry, kind: Kind, cache: ObjectCache, e
     @kopf.on.event(group=group, version=version, plural=plural, id=f"event-{plural}", registry=registry)
     async def event(event: Mapping[str, Any], **_: Any) -> None:
         obj = event["object"]
-        key = cache.drop(kind, obj) if event["type"] == "DELETED" else cache.put(kind, obj)
+        if event["type"] == "DELETED":
+            key = cache.drop(kind, obj)
+        else:
+            is_echo = cache.knows(kind, obj) and is_dealt_with(kind, obj)
+            key = None if is_echo else cache.put(kind, obj)
         if key is not None:
             enqueue(key)
+
+
+def is_dealt_with(kind: Kind, obj: Mapping[str, Any]) -> bool:
+    """Whether an object that is known from a write's answer can hold no wish of somebody else.
+
+    The answer to an apply of a child was looked at as a whole. That to a write of the status may hold a spec which was
+    changed in between: then its generation is not the one that the status speaks of.
+    """
+    return kind != INFERENCE or (obj.get("status") or {}).get("observedGeneration") == obj["metadata"]["generation"]
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Keeps kopf from copying each object twice, for the differences that change handlers would want."""
+
+    def build(self, *, body: Any, extra_fields: Any = None) -> Any:
+        return {}
+
+    def fetch(self, *, body: Any) -> None:
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        return None
 
 
 def build_settings(kinds: Iterable[Kind] = WATCHED_KINDS) -> kopf.OperatorSettings:
@@ -105,8 +134,8 @@ def build_settings(kinds: Iterable[Kind] = WATCHED_KINDS) -> kopf.OperatorSettin
     settings.posting.loggers = False
     settings.peering.standalone = True
     settings.scanning.disabled = True
-    # kopf keeps a task per object for so long after its last event; one per object of the first list, so keep it short.
     settings.queueing.idle_timeout = IDLE_SECONDS
+    settings.persistence.diffbase_storage = _NoDiffs()
     settings.watching.chunk_size = PAGE_SIZE
     settings.watching.server_timeout = SERVER_TIMEOUT_SECONDS
     settings.process.ultimate_exiting_timeout = 20

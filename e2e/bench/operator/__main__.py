@@ -21,6 +21,7 @@ from e2e.bench.operator.measure import Baseline, measure_baseline, measure_opera
 from e2e.bench.operator.observe import observe_load
 from e2e.bench.operator.plan import FULL, Plan
 from e2e.bench.operator.report import build_result, build_table
+from e2e.bench.processes import guardian
 from e2e.cluster.paths import find_paths, find_tool
 from e2e.install import ROOT
 
@@ -52,11 +53,12 @@ def main(arguments: Sequence[str]) -> int:
 def _run(plan: Plan, folder: Path, output: Path, *, with_baseline: bool) -> None:
     kubectl = find_tool("kubectl", find_paths())
     baseline: Baseline | None = None
-    if with_baseline:
-        with run_control_plane(folder / "baseline") as control_plane:
-            baseline = asyncio.run(measure_baseline(control_plane, plan))
-    with run_control_plane(folder / "control-plane") as control_plane:
-        run = asyncio.run(measure_operator(control_plane, plan, folder, kubectl))
+    with guardian() as guard:
+        if with_baseline:
+            with run_control_plane(folder / "baseline", guard) as control_plane:
+                baseline = asyncio.run(measure_baseline(control_plane, plan))
+        with run_control_plane(folder / "control-plane", guard) as control_plane:
+            run = asyncio.run(measure_operator(control_plane, plan, folder, kubectl))
     result = build_result(plan, run, baseline, cores=os.cpu_count() or 0, load=observe_load())
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=2) + "\n")

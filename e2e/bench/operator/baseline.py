@@ -1,4 +1,4 @@
-"""What the API server alone costs: the operator's writes again, precomputed, sent by a client that does nothing else."""
+"""What the API server alone costs: the operator's writes, computed before, sent by a client that does nothing else."""
 
 from __future__ import annotations
 

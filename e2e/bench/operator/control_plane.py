@@ -21,6 +21,7 @@ from typing import Final
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from e2e.bench.processes import Guard
 from e2e.cluster.paths import find_paths
 from e2e.cluster.toolchain import KUBE, apply_programs
 from e2e.cluster.unit import observe_ready
@@ -62,8 +63,8 @@ def enter_network(arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def run_control_plane(folder: Path) -> Iterator[ControlPlane]:
-    """A fresh, empty control plane while the context lasts.
+def run_control_plane(folder: Path, guard: Guard) -> Iterator[ControlPlane]:
+    """A fresh, empty control plane while the context lasts; ``guard`` ends it when this process is killed.
 
     Raises:
         RuntimeError: a part did not become ready; the message names its log.
@@ -96,17 +97,20 @@ def run_control_plane(folder: Path) -> Iterator[ControlPlane]:
         f"--service-cluster-ip-range={SERVICE_NETWORK}",
     ]
     with ExitStack() as stack:
-        etcd = _start(stack, folder / "etcd.log", [kube, "etcd", f"--data-dir={folder / 'etcd'}"])
+        etcd = _start(stack, guard, folder / "etcd.log", [kube, "etcd", f"--data-dir={folder / 'etcd'}"])
         _wait(etcd, "tcp:127.0.0.1:2379", folder / "etcd.log")
-        server = _start(stack, folder / "kube-apiserver.log", [kube, "kube-apiserver", *api_server])
+        server = _start(stack, guard, folder / "kube-apiserver.log", [kube, "kube-apiserver", *api_server])
         authority = pki / "apiserver.crt"
         _wait(server, f"{URL}/readyz", folder / "kube-apiserver.log", authority)
         yield ControlPlane(kubeconfig, token, authority, audit_log, server.pid, etcd.pid)
 
 
-def _start(stack: ExitStack, log: Path, command: list[str]) -> subprocess.Popen[bytes]:
+def _start(stack: ExitStack, guard: Guard, log: Path, command: list[str]) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+    guard(process.pid)
     stack.callback(_stop, process)
     return process
 

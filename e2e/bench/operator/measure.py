@@ -1,4 +1,4 @@
-"""The phases of one run: cold start, rest, single changes, restart. Each is told by the API server, not by the operator."""
+"""The phases of one run: cold start, rest, single changes, restart; what happened is asked of the API server."""
 
 from __future__ import annotations
 

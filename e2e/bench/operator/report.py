@@ -108,10 +108,10 @@ def _build_baseline(run: Run, baseline: Baseline | None) -> dict[str, Any] | Non
 def build_table(result: dict[str, Any]) -> str:
     """The figures for people, in Markdown."""
     rows = ["| goal | at most | measured | met |", "| --- | ---: | ---: | --- |"]
-    for goal in result["goals"]:
-        rows.append(
-            f"| {goal['goal']} | {goal['bound']:g} | {goal['value']:g} | {'yes' if goal['met'] else '**no**'} |"
-        )
+    rows += [
+        f"| {goal['goal']} | {goal['bound']:g} | {goal['value']:g} | {'yes' if goal['met'] else '**no**'} |"
+        for goal in result["goals"]
+    ]
     rows += [
         "",
         "| phase | seconds | operator CPU s | API server CPU s | writes |",

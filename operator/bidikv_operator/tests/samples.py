@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -172,7 +172,7 @@ class FakeKube:
             raise NotFoundError(f"{kind.plural} {name!r} not found", status=404)
         return copy.deepcopy(found)
 
-    async def list(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> Listed:
+    async def pages(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> AsyncIterator[Listed]:
         self.reads.append(("list", kind.kind))
         items = [
             copy.deepcopy(obj)
@@ -181,7 +181,9 @@ class FakeKube:
             and namespace in (None, place)
             and (not label_selector or label_selector in obj["metadata"].get("labels", {}))
         ]
-        return Listed(tuple(items), str(self._version))
+        half = len(items) // 2
+        yield Listed(tuple(items[:half]), str(self._version))
+        yield Listed(tuple(items[half:]), str(self._version))
 
     async def apply(self, kind: Kind, manifest: Object, *, subresource: str | None = None) -> Object:
         name = manifest["metadata"]["name"]

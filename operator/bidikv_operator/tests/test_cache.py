@@ -6,7 +6,7 @@ from typing import Any
 
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
-from bidikv_operator.kinds import INFERENCE, POD, SERVICE
+from bidikv_operator.kinds import INFERENCE, POD, SERVICE, Kind
 from bidikv_operator.tests.samples import make_resource
 
 KEY = Key("team", "chat")
@@ -16,6 +16,16 @@ def service(version: int, *, owner: str | None = "chat", uid: str = "u1", name: 
     labels = {names.LABEL_OWNER: owner} if owner else {}
     metadata = {"name": name, "namespace": "team", "uid": uid, "resourceVersion": str(version), "labels": labels}
     return {"metadata": {**metadata, "managedFields": ["much"]}, "spec": {"v": version}}
+
+
+def correct(
+    cache: ObjectCache, kind: Kind, namespace: str | None, items: list[dict[str, Any]], version: str
+) -> tuple[int, set[Key]]:
+    """Against a list in two pages."""
+    correction = cache.correct(kind, namespace)
+    correction.add(items[:1])
+    correction.add(items[1:])
+    return correction.finish(version)
 
 
 def test_objects_are_found_by_owner() -> None:
@@ -79,19 +89,19 @@ def test_correction_by_a_live_list() -> None:
     cache.put(SERVICE, service(30, name="newer"))  # created after the list was taken
     cache.put(POD, service(1, name="pod"))  # of another kind: not concerned
     live = [service(7, name="stale"), service(3, name="same"), service(8, name="missed", owner="other")]
-    assert cache.correct(SERVICE, "team", live, "20") == (3, {KEY, Key("team", "other")})
+    assert correct(cache, SERVICE, "team", live, "20") == (3, {KEY, Key("team", "other")})
     versions = {ref.name: obj["spec"]["v"] for ref, obj in cache.children(KEY).items()}
     assert versions == {"stale": 7, "same": 3, "newer": 30}
     assert set(cache.children(Key("team", "other"))) == {ChildRef(SERVICE, "missed")}
     assert cache.pods(KEY)
-    assert cache.correct(SERVICE, "team", live, "20") == (0, set())
+    assert correct(cache, SERVICE, "team", live, "20") == (0, set())
 
 
 def test_correction_concerns_the_listed_namespace_only() -> None:
     cache = ObjectCache()
     cache.put(SERVICE, service(1))
-    assert cache.correct(SERVICE, "elsewhere", [], "20") == (0, set())
-    assert cache.correct(SERVICE, None, [], "20") == (1, {KEY})
+    assert correct(cache, SERVICE, "elsewhere", [], "20") == (0, set())
+    assert correct(cache, SERVICE, None, [], "20") == (1, {KEY})
     assert cache.keys() == []
 
 
@@ -100,20 +110,41 @@ def test_what_was_deleted_while_a_list_was_on_its_way_stays_deleted() -> None:
     cache.put(SERVICE, service(5))
     listed = [service(5)]  # taken at version 6
     assert cache.drop(SERVICE, service(8)) == KEY
-    assert cache.correct(SERVICE, None, listed, "6") == (0, set())
+    assert correct(cache, SERVICE, None, listed, "6") == (0, set())
     assert cache.keys() == []
     cache.drop(SERVICE, service(5))  # the operator itself forgets what it had seen
     cache.put(SERVICE, service(7))  # the late answer to a write from before the deletion
     assert cache.keys() == []
-    assert cache.correct(SERVICE, None, [service(9, uid="new")], "10") == (1, {KEY})  # recreated, and no event told
+    assert correct(cache, SERVICE, None, [service(9, uid="new")], "10") == (1, {KEY})  # recreated, and no event told
 
 
 def test_deletions_are_not_remembered_beyond_the_next_list() -> None:
     cache = ObjectCache()
     for n in range(100):
         cache.drop(POD, service(n, name=f"p{n}"))
-    cache.correct(POD, "elsewhere", [], "200")
-    cache.correct(SERVICE, None, [], "200")
+    correct(cache, POD, "elsewhere", [], "200")
+    correct(cache, SERVICE, None, [], "200")
     assert len(cache._deleted) == 100
-    cache.correct(POD, None, [], "200")
+    correct(cache, POD, None, [], "200")
     assert not cache._deleted
+
+
+def test_a_version_that_is_filed_is_known() -> None:
+    cache = ObjectCache()
+    assert not cache.knows(SERVICE, service(5))
+    cache.put(SERVICE, service(5))
+    assert cache.knows(SERVICE, service(5))
+    assert not cache.knows(SERVICE, service(4))
+    assert not cache.knows(SERVICE, service(6))
+    odd = {"metadata": {**service(5)["metadata"], "name": "odd", "resourceVersion": "x"}}
+    cache.put(SERVICE, odd)
+    assert not cache.knows(SERVICE, odd), "versions that cannot be compared prove nothing"
+
+
+def test_what_is_returned_is_the_caller_s_own() -> None:
+    cache = ObjectCache()
+    cache.put(INFERENCE, make_resource())
+    resource = cache.resource(KEY)
+    assert resource is not None
+    resource["spec"].clear()
+    assert cache.resource(KEY) == make_resource()

@@ -79,6 +79,16 @@ def test_values_that_the_server_rewrites_are_no_drift_after_an_apply() -> None:
     assert not is_unchanged(desired, answer, None)
 
 
+def test_the_version_of_the_outcome_spares_the_comparison() -> None:
+    desired = {"metadata": {"name": "x"}, "a": 1}
+    answer = {"metadata": {"name": "x", "resourceVersion": "5"}, "a": 1}
+    last = record_applied(desired, answer)
+    assert is_unchanged(desired, {"metadata": {"resourceVersion": "5"}}, last)
+    assert not is_unchanged({**desired, "a": 2}, answer, last)
+    assert is_unchanged(desired, {**answer, "metadata": {"name": "x", "resourceVersion": "6"}}, last)
+    assert not is_unchanged(desired, {"metadata": {"name": "x", "resourceVersion": "6"}, "a": 2}, last)
+
+
 def test_a_changed_wish_is_never_unchanged() -> None:
     answer = {"a": 1, "b": 2}
     last = record_applied({"a": 1, "b": 2}, answer)

@@ -154,13 +154,13 @@ async def test_lists_are_paged(server: tuple[Server, Kube]) -> None:
         (200, {"metadata": {"resourceVersion": "7", "continue": "more"}, "items": [{"metadata": {"name": "a"}}]}),
         (200, {"metadata": {"resourceVersion": "7"}, "items": [{"metadata": {"name": "b"}}]}),
     ]
-    listed = await kube.list(POD, None, label_selector="a=b")
-    assert [item["metadata"]["name"] for item in listed.items] == ["a", "b"]
-    assert {item["kind"] for item in listed.items} == {"Pod"}
-    assert listed.resource_version == "7"
+    listed = [page async for page in kube.pages(POD, None, label_selector="a=b")]
+    assert [item["metadata"]["name"] for page in listed for item in page.items] == ["a", "b"]
+    assert {item["kind"] for page in listed for item in page.items} == {"Pod"}
+    assert [page.resource_version for page in listed] == ["7", "7"]
     first, second = (request[2] for request in script.requests)
-    assert first == {"limit": "500", "labelSelector": "a=b"}
-    assert second == {"limit": "500", "labelSelector": "a=b", "continue": "more"}
+    assert first == {"limit": "200", "labelSelector": "a=b"}
+    assert second == {"limit": "200", "labelSelector": "a=b", "continue": "more"}
     assert script.requests[0][1] == "/api/v1/pods"
 
 

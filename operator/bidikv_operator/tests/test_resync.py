@@ -55,10 +55,11 @@ async def test_notices_what_no_watch_told() -> None:
 
 async def test_a_failed_list_is_the_caller_s_to_repeat() -> None:
     class Away(FakeKube):
-        async def list(self, kind, namespace, *, label_selector=""):  # type: ignore[no-untyped-def]
+        async def pages(self, kind, namespace, *, label_selector=""):  # type: ignore[no-untyped-def]
             if kind == SERVICE:
                 raise TransientError("away")
-            return await super().list(kind, namespace, label_selector=label_selector)
+            async for page in super().pages(kind, namespace, label_selector=label_selector):
+                yield page
 
     kube, cache = Away(), ObjectCache()
     store_resource(kube, make_resource())

@@ -13,7 +13,7 @@ from kopf._core.intents import registries  # the registry has no public view of 
 
 from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
-from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD, WATCHED_KINDS
+from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD, SERVICE, WATCHED_KINDS
 from bidikv_operator.tests.samples import make_resource
 from bidikv_operator.watch import WatchAges, build_registry, build_settings, kopf_selector
 
@@ -62,6 +62,36 @@ async def test_events_fill_the_cache_and_name_the_owner() -> None:
     stray = {"metadata": {"name": "x", "namespace": "team"}}
     await handlers[POD.plural](event={"type": None, "object": stray})
     assert named == [Key("team", "chat")] * 2
+
+
+async def test_the_echo_of_a_write_names_nothing() -> None:
+    cache, named = ObjectCache(), list[Key]()
+    registry: registries.OperatorRegistry = build_registry(cache, named.append, WatchAges())
+    handlers: dict[str | None, Any] = {
+        handler.selector.plural: handler.fn for handler in registry._watching.get_all_handlers() if handler.selector
+    }
+    labels = {names.LABEL_OWNER: "chat"}
+    service = {"metadata": {"name": "chat", "namespace": "team", "resourceVersion": "7", "labels": labels}}
+    cache.put(SERVICE, service)  # the answer to an apply
+    await handlers[SERVICE.plural](event={"type": "ADDED", "object": service})
+    assert not named
+    newer = {"metadata": {**service["metadata"], "resourceVersion": "8"}}
+    await handlers[SERVICE.plural](event={"type": "MODIFIED", "object": newer})
+    assert named == [Key("team", "chat")]
+
+
+@pytest.mark.parametrize(("told", "expected"), [(3, []), (2, [Key("team", "chat")])])
+async def test_the_echo_of_a_status_names_the_resource_if_it_holds_another_spec(told: int, expected: list[Key]) -> None:
+    """Somebody changed the spec between the look at it and the write of the status."""
+    cache, named = ObjectCache(), list[Key]()
+    registry: registries.OperatorRegistry = build_registry(cache, named.append, WatchAges())
+    handlers: dict[str | None, Any] = {
+        handler.selector.plural: handler.fn for handler in registry._watching.get_all_handlers() if handler.selector
+    }
+    answer = {**make_resource(), "status": {"observedGeneration": told}}
+    cache.put(INFERENCE, answer)
+    await handlers[INFERENCE.plural](event={"type": "MODIFIED", "object": answer})
+    assert named == expected
 
 
 async def test_age_of_the_oldest_watch() -> None:
