@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from e2e.bench.operator.control_plane import ADVERTISED, ControlPlane, run_control_plane
+from e2e.bench.processes import guardian
 from e2e.cluster.paths import find_paths, find_tool
 from e2e.install import ROOT
 from e2e.kubectl import Kubectl
 from e2e.network_namespace import own_network
 
+STRICT: Final = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
+"""Some clusters have it: who makes children block their owner's deletion needs a right for that."""
 CRD = ROOT / "crds" / "serving.bidikv.io_bidikvinferences.yaml"
 
 
@@ -100,7 +103,11 @@ def _parse(entry: dict[str, Any]) -> Request:
 @contextmanager
 def run_own_api_server(folder: Path) -> Iterator[OwnApiServer]:
     """With the CRD of this checkout, in a network of the calling thread's own, which needs root."""
-    with own_network([ADVERTISED]), run_control_plane(folder / "control-plane") as control_plane:
+    with (
+        guardian() as guard,
+        own_network([ADVERTISED]),
+        run_control_plane(folder / "control-plane", guard, STRICT) as control_plane,
+    ):
         kubectl = Kubectl(find_tool("kubectl", find_paths()), str(control_plane.kubeconfig))
         kubectl.run("apply", "--server-side", "-f", str(CRD))
         kubectl.run("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRD))

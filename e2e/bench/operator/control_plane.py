@@ -63,8 +63,11 @@ def enter_network(arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def run_control_plane(folder: Path, guard: Guard) -> Iterator[ControlPlane]:
+def run_control_plane(folder: Path, guard: Guard, *flags: str) -> Iterator[ControlPlane]:
     """A fresh, empty control plane while the context lasts; ``guard`` ends it when this process is killed.
+
+    Args:
+        flags: further ones of the API server.
 
     Raises:
         RuntimeError: a part did not become ready; the message names its log.
@@ -95,6 +98,7 @@ def run_control_plane(folder: Path, guard: Guard) -> Iterator[ControlPlane]:
         f"--service-account-key-file={accounts}",
         f"--service-account-signing-key-file={accounts}",
         f"--service-cluster-ip-range={SERVICE_NETWORK}",
+        *flags,
     ]
     with ExitStack() as stack:
         etcd = _start(stack, guard, folder / "etcd.log", [kube, "etcd", f"--data-dir={folder / 'etcd'}"])
