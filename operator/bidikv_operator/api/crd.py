@@ -1,7 +1,7 @@
-"""The CustomResourceDefinition, assembled from the models and written into the files that users install.
+"""The CustomResourceDefinition, assembled from the models and written into the files that users install and read.
 
-``python -m bidikv_operator.api.crd --write`` (in a checkout) writes ``crds/`` and the chart's copy; ``--check`` fails
-when either differs from the models. Nothing in those files is edited by hand.
+``python -m bidikv_operator.api.crd --write`` (in a checkout) writes the CRD and its reference into ``crds/`` and the
+chart's copy; ``--check`` fails when one differs from the models. Nothing in those files is edited by hand.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 import yaml
 
 from bidikv_operator import names
+from bidikv_operator.api import reference
 from bidikv_operator.api.schema import VALIDATIONS, build_open_api_schema
 from bidikv_operator.api.v1alpha1 import NAME_RULES, BidiKVInference
 
@@ -99,6 +100,13 @@ def _build_columns() -> list[dict[str, Any]]:
         ),
         {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
         {"name": "Fabric", "type": "string", "priority": 1, "jsonPath": ".spec.fabric.type"},
+        {
+            "name": "Verified",
+            "type": "string",
+            "priority": 1,
+            "jsonPath": f'.status.conditions[?(@.type=="{names.TRANSPORT_VERIFIED}")].status',
+            "description": "Whether the engines' reports say that the fabric moves KV as it should.",
+        },
         {"name": "Image", "type": "string", "priority": 1, "jsonPath": ".spec.image"},
         {"name": "Endpoint", "type": "string", "priority": 1, "jsonPath": ".status.endpoint"},
         {
@@ -162,6 +170,7 @@ def render_files() -> dict[str, str]:
     return {
         f"crds/{FILE_NAME}": render_crd_file(),
         f"charts/bidikv/templates/crds/{FILE_NAME}": render_chart_template(),
+        f"crds/{reference.FILE_NAME}": reference.render_reference(_build_schema()),
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from bidikv_operator import names
-from bidikv_operator.api import crd
+from bidikv_operator.api import crd, reference
 from bidikv_operator.api.schema import VALIDATIONS
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +59,23 @@ def test_outside_of_a_checkout_the_command_says_so(tmp_path: Path, capsys: pytes
 
 def test_the_file_reads_back_as_the_crd() -> None:
     assert yaml.safe_load(crd.render_crd_file()) == CRD
+
+
+def test_the_reference_tells_every_field_and_every_rule() -> None:
+    sections = {}
+    for section in reference.render_reference(SCHEMA).split("\n## ")[1:]:
+        title, body = section.split("\n", 1)
+        sections.update(dict.fromkeys(title.split(", "), body))
+    for path, node in ALL.items():
+        if path and "properties" in node and path != ".metadata":
+            body = sections[path[1:]]
+            for name, child in node["properties"].items():
+                row = re.search(rf"^\| `{name}`(\*?) \|.*$", body, re.M)
+                assert row is not None, f"{path}.{name}"
+                assert bool(row[1]) == (name in node.get("required", ())), f"{path}.{name}"
+                assert child["description"] in row[0].replace("\\|", "|"), f"{path}.{name}"
+    quoted = "".join(sections.values())
+    assert all(rule["message"] in quoted for path, rule in RULES if path)
 
 
 def test_it_fits_client_side_apply() -> None:
