@@ -30,11 +30,18 @@ VARYING: Final = (
     (re.compile(r"\b\d{1,3}(\.\d{1,3}){3}:\d{4,5}\b"), "..."),
     (re.compile(r"\b[0-9a-f]{12,}\b|\b[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"), "..."),
     (re.compile(r"\(Request ID: [^)]*\)"), ""),
+    # Free memory differs a little at every attempt.
+    (re.compile(r"(\d+)\.\d+(?=(/\d+(\.\d+)?)? ?[KMGT]i?B)"), r"\1"),
+    (re.compile(r"\bProcess \d+"), "Process ..."),
 )
 VALIDATION: Final = re.compile(
     r"^pydantic_core\._pydantic_core\.ValidationError: \d+ validation errors? for \w+ (Value error, )?"
 )
 """pydantic's way of saying that a configuration is wrong; what follows ``[type=`` repeats the whole configuration."""
+WORKER: Final = re.compile(
+    r"^RuntimeError: Worker failed with error '(.*)', please check the stack trace.*$", re.DOTALL
+)
+"""How the engine core passes on what a worker said."""
 SECONDARY: Final = (
     "Engine core initialization failed",
     "WorkerProc initialization failed",
@@ -122,8 +129,9 @@ def find_cause(message: str) -> Cause | None:
     text = "\n".join(PREFIX.sub("", line, count=1) for line in message.splitlines())
     words = _choose_words(text)
     for known in KNOWN:
-        if known.pattern.search(words or text):
-            return Cause(known.reason, words or _shorten(text.strip().splitlines()[-1]), known.remedy)
+        match = known.pattern.search(words or text)
+        if match is not None:
+            return Cause(known.reason, words or _shorten(_line_of(text, match.start())), known.remedy)
     if words is None:
         return None
     return Cause(names.REASON_CRASHING, words, "read more with kubectl logs --previous")
@@ -150,9 +158,13 @@ def _choose_words(text: str) -> str | None:
     return None
 
 
+def _line_of(text: str, place: int) -> str:
+    return text[text.rfind("\n", 0, place) + 1 :].split("\n", 1)[0]
+
+
 def _shorten(words: str) -> str:
     for pattern, replacement in VARYING:
         words = pattern.sub(replacement, words)
-    words = VALIDATION.sub("", " ".join(words.split()))
+    words = VALIDATION.sub("", WORKER.sub(r"\1", " ".join(words.split())))
     words = words.split(" [type=", 1)[0]
     return words if len(words) <= LIMIT else words[: LIMIT - 3].rstrip() + "..."

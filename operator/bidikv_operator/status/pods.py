@@ -105,9 +105,8 @@ def diagnose_pod(pod: Object, needs: Needs, *, leaving: int = 0) -> Trouble | No
         message = scheduled.get("message", "")
         if leaving and lacks_resources(message):
             waited_for = "one stopping pod" if leaving == 1 else f"{leaving} stopping pods"
-            return Trouble(
-                names.REASON_WAITING_FOR_LEAVING_PODS, f"waits for {waited_for} of the role to leave its node"
-            )
+            words = f"a pod waits for {waited_for} of the role to free what it needs"
+            return Trouble(names.REASON_WAITING_FOR_LEAVING_PODS, words)
         return Trouble(names.REASON_UNSCHEDULABLE, explain_unschedulable(message, needs))
     name = pod["metadata"]["name"]
     for state in status.get("initContainerStatuses") or ():

@@ -85,8 +85,7 @@ def view_engines(
         and ready >= wanted
         and not any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
         is_late=any(found.is_late for found in current),
-        trouble=find_trouble(pods, compute_needs(pod_spec))
-        or _find_creation_trouble(applied, [found.ref for found in sets]),
+        trouble=find_trouble(pods, compute_needs(pod_spec)) or _find_creation_trouble(applied, refs),
         stages=describe_stages(pods),
     )
 

@@ -16,7 +16,8 @@ from bidikv_operator.fabric import EFA_RESOURCE, GPU_RESOURCE, HUGE_PAGES_RESOUR
 
 ACCELERATORS: Final = (GPU_RESOURCE, EFA_RESOURCE)
 COUNTED: Final = re.compile(r"^\d+/(\d+) nodes are available: (.*)$", re.DOTALL)
-PREEMPTION: Final = re.compile(r"\.? *preemption: .*$", re.DOTALL)
+AFTER_REASONS: Final = re.compile(r"\.(\s.*)?$", re.DOTALL)
+"""What preempting other pods would help: nothing, or the scheduler would do it."""
 ONE_REASON: Final = re.compile(r"^(\d+) (.*)$", re.DOTALL)
 INSUFFICIENT: Final = "Insufficient "
 CLAIM_NOT_FOUND: Final = re.compile(r'persistentvolumeclaim "([^"]+)" not found')
@@ -76,18 +77,18 @@ def explain_unschedulable(message: str, needs: Needs) -> str:
     counted = COUNTED.match(message)
     if counted is None:
         return f"a pod cannot be scheduled: {message or 'the scheduler gave no reason'}"
-    total, listed = counted[1], PREEMPTION.sub("", counted[2]).strip(" .")
+    total, listed = counted[1], AFTER_REASONS.sub("", counted[2], count=1)
     told, remedies = [], []
     for reason in re.split(r", (?=\d+ )", listed):
         one = ONE_REASON.match(reason)
         if one is None:
             told.append(reason)
             continue
-        words, remedy = _explain_reason(one[2].rstrip("."), needs)
+        words, remedy = _explain_reason(one[2], needs)
         told.append(f"{one[1]} {words}")
         if remedy and remedy not in remedies:
             remedies.append(remedy)
-    sentence = f"a pod needs {needs}; of {total} {'node' if total == '1' else 'nodes'} {', '.join(told)}"
+    sentence = f"a pod needs {needs}; of {total} {'node' if total == '1' else 'nodes'}: {', '.join(told)}"
     return "; ".join((sentence, *remedies[:2]))
 
 
@@ -97,11 +98,11 @@ def _explain_reason(reason: str, needs: Needs) -> tuple[str, str]:
     for beginning, explain in _KNOWN.items():
         if reason.startswith(beginning):
             return explain(reason.removeprefix(beginning).strip(), needs)
-    return f"refuse it ({reason.removeprefix('node(s) ')})", ""
+    return f"ruled out ({reason.removeprefix('node(s) ')})", ""
 
 
 def _explain_insufficient(resource: str) -> tuple[str, str]:
-    lack = f"lack free {resource}"
+    lack = f"without free {resource}"
     if resource == EFA_RESOURCE:
         return lack, (
             "add nodes with EFA interfaces (and the EFA device plugin), or ask for fewer with "
@@ -117,7 +118,7 @@ def _explain_insufficient(resource: str) -> tuple[str, str]:
 def _selector(_: str, needs: Needs) -> tuple[str, str]:
     wanted = ", ".join(f"{key}={value}" for key, value in sorted(needs.node_selector.items()))
     return (
-        f"do not carry the labels that it selects{f' ({wanted})' if wanted else ''}",
+        f"without the labels that it selects{f' ({wanted})' if wanted else ''}",
         "add such nodes, or correct spec.fabric.instanceType and the role's scheduling.nodeSelector",
     )
 
@@ -125,7 +126,7 @@ def _selector(_: str, needs: Needs) -> tuple[str, str]:
 def _taint(rest: str, _: Needs) -> tuple[str, str]:
     words = rest.removeprefix("(s)").strip()
     return (
-        f"have a taint that it does not tolerate{f' {words}' if words else ''}",
+        f"with a taint that it does not tolerate{f' {words}' if words else ''}",
         "add a toleration to the role's scheduling.tolerations, or remove the taint",
     )
 
@@ -135,25 +136,25 @@ _KNOWN: Final[dict[str, Callable[[str, Needs], tuple[str, str]]]] = {
     "node(s) had untolerated taint": _taint,
     "node(s) had taint": _taint,
     "node(s) didn't match pod affinity rules": lambda rest, needs: (
-        "are in another zone (or domain of scheduling.topologyKey) than the other engines of this resource",
+        "in another zone (or domain of scheduling.topologyKey) than the other engines of this resource",
         "add nodes in the zone where the others run: their KV cannot leave it",
     ),
     "node(s) didn't match pod anti-affinity rules": lambda rest, needs: (
-        "hold a pod that it must not share a node with",
+        "with a pod that it must not share a node with",
         "add nodes, or relax the anti-affinity in podTemplate",
     ),
     "node(s) didn't match pod topology spread constraints": lambda rest, needs: (
-        "would break its topology spread constraints",
+        "ruled out by its topology spread constraints",
         "add nodes, or relax the constraints in podTemplate",
     ),
-    "node(s) were unschedulable": lambda rest, needs: ("are cordoned", "kubectl uncordon them or add nodes"),
+    "node(s) were unschedulable": lambda rest, needs: ("cordoned", "kubectl uncordon them or add nodes"),
     "node(s) had volume node affinity conflict": lambda rest, needs: (
-        "cannot reach its volume, which is bound to another zone or node",
+        "that cannot reach its volume, which is bound to another zone or node",
         "use a volume that the nodes of the engines' zone can mount",
     ),
-    "Too many pods": lambda rest, needs: ("hold as many pods as they may", "add nodes"),
+    "Too many pods": lambda rest, needs: ("with as many pods as a node may have", "add nodes"),
     "cannot allocate all claims": lambda rest, needs: (
-        "cannot satisfy its resource claims",
+        "that cannot satisfy its resource claims",
         "add nodes whose DRA drivers offer the devices, or correct spec.fabric.deviceClasses",
     ),
 }

@@ -196,7 +196,7 @@ OVER_TCP = tuple(facts(role, TransportReport("LIBFABRIC", "tcp", read_bytes=1 <<
 OVER_EFA = tuple(facts(role, TransportReport("LIBFABRIC", "efa", read_bytes=1 << 30)) for role in names.ENGINE_ROLES)
 
 
-# --- the whole ---------------------------------------------------------------------------------------------------------
+# --- the whole --------------------------------------------------------------------------------------------------------
 def test_at_rest() -> None:
     status = status_of()
     assert conditions_of(status) == {
@@ -260,7 +260,7 @@ def test_the_runtime_image_in_use_is_that_of_the_template() -> None:
     assert "runtimeImage" not in status_of()
 
 
-# --- roles and Ready ---------------------------------------------------------------------------------------------------
+# --- roles and Ready --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("prefill", "max_unavailable", "ready", "reason"),
     [
@@ -362,7 +362,7 @@ def test_ready_may_wait_for_the_transport(
     assert (conditions["Ready"], conditions["Progressing"], conditions["Degraded"]) == (ready, progressing, degraded)
 
 
-# --- Progressing and Degraded ------------------------------------------------------------------------------------------
+# --- Progressing and Degraded -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("decode", "progressing"),
     [
@@ -439,7 +439,7 @@ def test_needs_come_from_the_template() -> None:
         pods=(pod("decode", **UNSCHEDULABLE),),
         children={ChildRef(DEPLOYMENT, f"chat-decode-{NEW}"): child},
     )
-    expected = "a pod needs 4 nvidia.com/gpu; of 2 nodes 2 lack free nvidia.com/gpu"
+    expected = "a pod needs 4 nvidia.com/gpu; of 2 nodes: 2 without free nvidia.com/gpu"
     assert expected in message_of(status, "DecodeReady")
 
 
@@ -538,7 +538,7 @@ def test_a_kind_that_the_cluster_lacks(kind: Kind, checked: Resolved, words: str
     assert conditions_of(status_of(missing_kinds=frozenset({kind})))["Progressing"] == ("False", "RolledOut")
 
 
-# --- Scaling -----------------------------------------------------------------------------------------------------------
+# --- Scaling ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("asked", "condition", "words"),
     [
@@ -557,7 +557,7 @@ def test_scaling(asked: dict[str, int], condition: tuple[str, str], words: str) 
     assert words in message_of(status, "Scaling")
 
 
-# --- bookkeeping -------------------------------------------------------------------------------------------------------
+# --- bookkeeping ------------------------------------------------------------------------------------------------------
 def test_transition_times_move_with_the_status_only() -> None:
     first = status_of(rollout_of(engines("prefill", 3, 0)))
     resource = {**make_resource(), "status": first}
@@ -582,7 +582,7 @@ def test_messages_have_a_bound() -> None:
     assert len(message_of(status_of(checked=rejected), "Accepted")) == MESSAGE_LIMIT
 
 
-# --- everything at once ------------------------------------------------------------------------------------------------
+# --- everything at once -----------------------------------------------------------------------------------------------
 POD_STATES = st.sampled_from([CRASHING, UNSCHEDULABLE, {}, {"phase": "Failed", "reason": "Evicted"}])
 
 
