@@ -92,7 +92,7 @@ NO_GPU = unschedulable("0/2 nodes are available: 2 Insufficient nvidia.com/gpu. 
         (
             {"containerStatuses": [ended(1, message="torch.OutOfMemoryError: CUDA out of memory. Tried 2.00 GiB.")]},
             "OutOfMemory",
-            "torch.OutOfMemoryError: CUDA out of memory. Tried 2.00 GiB.; raise tensorParallelSize",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB.; raise tensorParallelSize",
         ),
         (
             {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory. Container x"},
