@@ -88,6 +88,10 @@ class FactStore:
         """The resources whose engines are to be asked."""
         return tuple(self._resources)
 
+    def count(self) -> int:
+        """Engines that have been asked and still run."""
+        return sum(len(known.engines) for known in self._resources.values())
+
     def targets(self, key: Key, pods: Iterable[Mapping[str, Any]]) -> tuple[Target, ...]:
         """The engines of a resource that can be asked now; those of pods that are gone are forgotten."""
         known = self._resources.get(key)

@@ -70,8 +70,7 @@ class EnginePoller:
             while True:
                 keys = self._store.keys()
                 seconds = self._period * random.uniform(1 - JITTER, 1 + JITTER)
-                engines = sum(len(self._store.targets(key, self._cache.pods(key))) for key in keys)
-                seconds = max(seconds, engines / RATE)
+                seconds = max(seconds, self._store.count() / RATE)
                 size = max(1, math.ceil(len(keys) * TICK_SECONDS / seconds))
                 batches = [keys[start : start + size] for start in range(0, len(keys), size)] or [()]
                 for batch in batches:
@@ -84,12 +83,12 @@ class EnginePoller:
     async def _ask_all(self, session: aiohttp.ClientSession, key: Key) -> None:
         """Ask all engines of a resource, then judge it."""
         try:
-            targets = self._store.targets(key, self._cache.pods(key))
-            if targets:
+            pods = self._cache.pods(key)
+            if targets := self._store.targets(key, pods):
                 token = self._token(key)
                 await asyncio.gather(*(self._ask(session, key, target, token) for target in targets))
             resource = self._cache.resource(key)
-            if resource is not None and self._store.judge(key, self._cache.pods(key), resource.get("status") or {}):
+            if resource is not None and self._store.judge(key, pods, resource.get("status") or {}):
                 self._enqueue(key)
         except Exception:
             # A fault of ours over one resource's engines must not end the asking of all others.

@@ -92,7 +92,7 @@ def compute_status(
         "conditions": build_conditions(conditions, previous.get("conditions") or [], generation=generation, now=now),
         "endpoint": _compute_endpoint(observed, resolved),
         **{role: _compute_counts(metadata["name"], view, rollout) for role, view in views.items()},
-        **_compute_facts(observed, applied, rollout, healing),
+        **_compute_facts(observed, resolved, applied, rollout, healing),
     }
 
 
@@ -134,16 +134,23 @@ def _compute_counts(owner: str, view: RoleView, rollout: Rollout) -> dict[str, A
 
 
 def _compute_facts(
-    observed: Observed, applied: Applied, rollout: Rollout, healing: HealingVerdict | None
+    observed: Observed,
+    checked: Resolved | None,
+    applied: Applied,
+    rollout: Rollout,
+    healing: HealingVerdict | None,
 ) -> dict[str, Any]:
     """What else is known; what is not, is left out."""
     previous = observed.resource.get("status") or {}
     facts = {
         "runtimeImage": _find_runtime_image(applied, rollout),
-        "kvReuse": compute_reuse(observed.engines, previous.get("kvReuse")),
-        "transport": compute_transport_facts(observed.engines, previous.get("transport")),
+        "kvReuse": previous.get("kvReuse"),
+        "transport": previous.get("transport"),
         "healing": _compute_healing(healing, previous),
     }
+    if checked is not None:  # else it may not even be known how many ranks to ask
+        facts["kvReuse"] = compute_reuse(observed.engines, previous.get("kvReuse"))
+        facts["transport"] = compute_transport_facts(observed.engines, previous.get("transport"))
     return {name: value for name, value in facts.items() if value}
 
 

@@ -24,12 +24,14 @@ def compute_reuse(engines: Iterable[EngineFacts], previous: Mapping[str, Any] | 
 
     Args:
         engines: those that run.
-        previous: what the live status says; it stays until all have been asked, and without reports.
+        previous: what the live status says; it stays until all have been asked.
     """
     engines, known = tuple(engines), previous or {}
     reports = {one.address: one.report for one in engines if is_fresh(one) and one.report is not None}
-    if not reports or any(map(is_pending, engines)):
+    if any(map(is_pending, engines)):
         return dict(previous) if previous else None
+    if not reports:
+        return None
     by_role = {
         role: [reports[one.address] for one in engines if one.role == role and one.address in reports]
         for role in names.ENGINE_ROLES
