@@ -1,7 +1,8 @@
-"""Kubernetes Events about changes of conditions, for ``kubectl describe``.
+"""Kubernetes Events about changes of conditions, and about what the operator did by itself, for ``kubectl describe``.
 
-Only a change of status or reason makes an Event, so their number is that of real transitions. Posting is best effort:
-an Event that the API server refuses is logged and lost, the condition still tells.
+Only a change of status or reason makes an Event, so their number is that of real transitions. One trouble makes one
+Event: what several conditions say with one reason is told once, by the most particular of them. Posting is best
+effort: an Event that the API server refuses is logged and lost, the condition still tells.
 """
 
 from __future__ import annotations
@@ -21,17 +22,38 @@ logger = logging.getLogger(__name__)
 
 NOTE_LIMIT: Final = 1024
 """What the events.k8s.io API accepts."""
-QUIET_REASONS: Final = frozenset({names.REASON_NOT_CREATED, names.REASON_STARTING, names.REASON_ROLLING_OUT})
+QUIET_REASONS: Final = frozenset(
+    {
+        names.REASON_NOT_CREATED,
+        names.REASON_STARTING,
+        names.REASON_VERIFYING,
+        names.REASON_NO_REPORTS,
+        names.REASON_DISABLED,
+        names.REASON_WITHIN_BOUNDS,
+        names.REASON_WAITING_FOR_LEAVING_PODS,
+    }
+)
 """The ordinary course of things: told by conditions, not worth an Event."""
 NORMAL_REASONS: Final = frozenset(
     {
         names.REASON_VALID,
         names.REASON_ALL_READY,
+        names.REASON_ENOUGH_READY,
+        names.REASON_ROLLING_OUT,
         names.REASON_ROLLED_OUT,
+        names.REASON_WAITING_FOR_DELETION,
+        names.REASON_PAUSED,
         names.REASON_READY,
         names.REASON_SCALED_TO_ZERO,
+        names.REASON_VERIFIED,
+        names.REASON_AT_MINIMUM,
+        names.REASON_AT_MAXIMUM,
+        names.REASON_AS_EXPECTED,
+        names.REASON_TOKEN_ROTATED,
     }
 )
+SUMMARIES: Final = frozenset({names.PROGRESSING, names.DEGRADED})
+"""Conditions that repeat the reasons of others."""
 
 
 class EventClient(Protocol):
@@ -41,40 +63,58 @@ class EventClient(Protocol):
 def choose_transitions(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """The conditions that changed in a way worth telling.
+    """The conditions that changed in a way worth telling."""
+    known = {condition["type"]: condition for condition in before}
+    told: list[Mapping[str, Any]] = []
+    reasons: set[str] = set()
+    # Stable: the summaries come last among conditions of one reason.
+    for condition in sorted(after, key=lambda one: one["type"] in SUMMARIES):
+        previous = known.get(condition["type"])
+        if _is_worth_telling(previous, condition) and condition["reason"] not in reasons:
+            told.append(condition)
+        if condition["type"] != names.READY and (condition["status"] == "False" or condition["type"] in SUMMARIES):
+            reasons.add(condition["reason"])
+    return told
 
-    Ready repeats the reason of what is not ready; only its becoming True is told.
-    """
-    known = {condition["type"]: (condition["status"], condition["reason"]) for condition in before}
-    return [
-        condition
-        for condition in after
-        if known.get(condition["type"]) != (condition["status"], condition["reason"])
-        and condition["reason"] not in QUIET_REASONS
-        and not (condition["type"] == names.READY and condition["status"] != "True")
-    ]
+
+def _is_worth_telling(previous: Mapping[str, Any] | None, condition: Mapping[str, Any]) -> bool:
+    name, status, reason = condition["type"], condition["status"], condition["reason"]
+    if previous is not None and (previous["status"], previous["reason"]) == (status, reason):
+        return False
+    if reason in QUIET_REASONS:
+        return False
+    if name == names.READY:
+        return bool(status == "True")  # else it repeats what is not ready
+    if name == names.TRANSPORT_VERIFIED and status == "Unknown":
+        return False
+    if name == names.DEGRADED and status == "False":
+        return previous is not None and previous["status"] == "True"
+    if name in names.ROLE_CONDITIONS.values() and status == "True":
+        return previous is None or previous["status"] != "True"  # a rollout makes it waver between its reasons
+    return True
 
 
 def build_event(resource: Object, condition: Mapping[str, Any], *, identity: str, now: datetime) -> Object:
-    """One Event. Equal transitions of one instant have one name, so that a repeated post is refused."""
+    """The Event of a transition. Equal ones of one instant have one name, so that a repeated post is refused."""
+    told = (condition["type"], condition["status"], condition["reason"], condition["lastTransitionTime"])
+    note = f"{condition['type']} is {condition['status']}: {condition['message']}"
+    return _build(resource, condition["reason"], note, told=told, identity=identity, now=now)
+
+
+def _build(resource: Object, reason: str, note: str, *, told: Iterable[str], identity: str, now: datetime) -> Object:
     metadata = resource["metadata"]
-    told = "|".join(
-        (metadata["uid"], condition["type"], condition["status"], condition["reason"], condition["lastTransitionTime"])
-    )
+    digest = hashlib.sha256("|".join((metadata["uid"], *told)).encode()).hexdigest()[:16]
     return {
         "apiVersion": EVENT.api_version,
         "kind": EVENT.kind,
-        "metadata": {
-            "name": f"{metadata['name']}.{hashlib.sha256(told.encode()).hexdigest()[:16]}",
-            "namespace": metadata["namespace"],
-        },
+        "metadata": {"name": f"{metadata['name']}.{digest}", "namespace": metadata["namespace"]},
         "eventTime": now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         "reportingController": f"{names.GROUP}/operator",
         "reportingInstance": identity[:128],
         "action": "Reconcile",
-        "reason": condition["reason"],
-        "type": "Normal" if condition["reason"] in NORMAL_REASONS else "Warning",
-        "note": f"{condition['type']} is {condition['status']}: {condition['message']}"[:NOTE_LIMIT],
+        "reason": reason,
+        "type": "Normal" if reason in NORMAL_REASONS else "Warning",
+        "note": note[:NOTE_LIMIT],
         "regarding": {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -83,6 +123,19 @@ def build_event(resource: Object, condition: Mapping[str, Any], *, identity: str
             "uid": metadata["uid"],
         },
     }
+
+
+async def post_note(
+    client: EventClient, resource: Object, reason: str, note: str, *, told: Iterable[str], identity: str
+) -> None:
+    """Tell of something that the operator did by itself.
+
+    Args:
+        reason: one of ``names``; Normal if it is in ``NORMAL_REASONS``, else a Warning.
+        told: what makes this event another one than the last of its reason (a pod's uid, a time).
+    """
+    event = _build(resource, reason, note, told=(reason, *told), identity=identity, now=datetime.now(UTC))
+    await _post(client, event)
 
 
 async def post_events(
@@ -94,10 +147,13 @@ async def post_events(
     identity: str,
 ) -> None:
     for condition in choose_transitions(before, after):
-        event = build_event(resource, condition, identity=identity, now=datetime.now(UTC))
-        try:
-            await client.create(EVENT, event)
-        except ConflictError:
-            continue  # posted before
-        except ApiError as error:
-            logger.warning("An Event could not be posted: %s", error)
+        await _post(client, build_event(resource, condition, identity=identity, now=datetime.now(UTC)))
+
+
+async def _post(client: EventClient, event: Object) -> None:
+    try:
+        await client.create(EVENT, event)
+    except ConflictError:
+        return  # posted before
+    except ApiError as error:
+        logger.warning("An Event could not be posted: %s", error)
