@@ -166,7 +166,9 @@ def find_pod_spec(applied: Applied, sets: list[EngineSet]) -> Object:
 
 
 def _pods_of(observed: Observed, role: names.Role) -> list[dict[str, Any]]:
-    return [pod for pod in observed.pods if (pod["metadata"].get("labels") or {}).get(names.LABEL_ROLE) == role]
+    """Of the role, workers of its multi-node replicas included: what keeps one of them down keeps the replica down."""
+    labels = (role, names.WORKER_LABELS.get(role))
+    return [pod for pod in observed.pods if (pod["metadata"].get("labels") or {}).get(names.LABEL_ROLE) in labels]
 
 
 def _find_creation_trouble(applied: Applied, refs: list[ChildRef]) -> Trouble | None:
