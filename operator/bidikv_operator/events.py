@@ -31,9 +31,10 @@ QUIET_REASONS: Final = frozenset(
         names.REASON_DISABLED,
         names.REASON_WITHIN_BOUNDS,
         names.REASON_WAITING_FOR_LEAVING_PODS,
+        names.REASON_RECYCLED,
     }
 )
-"""The ordinary course of things: told by conditions, not worth an Event."""
+"""The ordinary course of things, told by conditions and not worth an Event, and what ``post_note`` tells each time."""
 NORMAL_REASONS: Final = frozenset(
     {
         names.REASON_VALID,

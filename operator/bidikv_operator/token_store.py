@@ -64,6 +64,8 @@ class TokenOutcome:
     """The Secret of an earlier resource of this name is still being deleted."""
     pause: float | None = None
     """Seconds until the next step of a rotation."""
+    step: str | None = field(default=None, compare=False)
+    """The step of a rotation that was just taken, as words for people."""
 
 
 @dataclass
@@ -171,7 +173,8 @@ class TokenStore:
         if planned != state:
             logger.info("%s: %s", key, STEPS[planned.phase])
         self._known[key] = _Known(resolved.uid, planned, now)
-        return TokenOutcome(pause=compute_pause(planned, terms, now))
+        is_step = planned != state and not (state is None and known is None)
+        return TokenOutcome(pause=compute_pause(planned, terms, now), step=STEPS[planned.phase] if is_step else None)
 
     async def _write(self, resolved: Resolved, live: Object | None, planned: TokenState) -> None:
         manifest = build_token_secret(resolved, planned)

@@ -103,8 +103,3 @@ class StatusWriter:
         self.cache.put(
             INFERENCE, await self.client.apply(INFERENCE, build_patch(resource, status), subresource="status")
         )
-
-
-async def write_status(client: StatusClient, cache: ObjectCache, resource: Object, status: Object) -> bool:
-    """One write without memory."""
-    return await StatusWriter(client, cache).write(resource, status)

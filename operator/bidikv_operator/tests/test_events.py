@@ -46,7 +46,9 @@ def tell(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]
         (("Progressing", "True", "RollingOut"), ("Progressing", "False", "RolloutFailed"), True),
         (("Progressing", "False", "RolledOut"), ("Progressing", "False", "Paused"), True),
         (None, ("Degraded", "False", "AsExpected"), False),
-        (("Degraded", "False", "AsExpected"), ("Degraded", "True", "EngineRecycled"), True),
+        (("Degraded", "False", "AsExpected"), ("Degraded", "True", "EnginesUnreachable"), True),
+        # Each deletion has an Event of its own.
+        (("Degraded", "False", "AsExpected"), ("Degraded", "True", "EngineRecycled"), False),
         (("Degraded", "True", "EngineRecycled"), ("Degraded", "False", "AsExpected"), True),
         (None, ("TransportVerified", "Unknown", "NoTraffic"), False),
         (("TransportVerified", "Unknown", "NoTraffic"), ("TransportVerified", "True", "Verified"), True),
