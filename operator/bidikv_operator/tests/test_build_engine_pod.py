@@ -11,6 +11,7 @@ from bidikv_operator import names
 from bidikv_operator.build import engine
 from bidikv_operator.build.engine_pod import build_engine_template, build_worker_template
 from bidikv_operator.build.meta import build_selector
+from bidikv_operator.build.pdb import build_disruption_budget
 from bidikv_operator.resolved import Resolved, ResolvedAdapter
 from bidikv_operator.tests.samples import EFA, TCP, resolve
 from bidikv_runtime import contract
@@ -149,3 +150,13 @@ def test_labels_are_added_and_nothing_is_shared_between_calls(build: Any) -> Non
     plain, labelled = build(resolved, "prefill"), build(resolved, "prefill", labels={names.LABEL_GROUP: "abc"})
     assert labelled["metadata"]["labels"] == plain["metadata"]["labels"] | {names.LABEL_GROUP: "abc"}
     assert names.LABEL_GROUP not in build(resolved, "prefill")["metadata"]["labels"]
+
+
+def test_a_budget_counts_the_workers_of_its_role() -> None:
+    resolved = with_decode(resolve(EFA), tensor_parallel_size=16, gpus=8, nodes=2)
+    budget = build_disruption_budget(resolved, "decode")
+    assert budget is not None
+    (expression,) = budget["spec"]["selector"]["matchExpressions"]
+    for build in (build_engine_template, build_worker_template):
+        assert build(resolved, "decode")["metadata"]["labels"][names.LABEL_ROLE] in expression["values"]
+        assert build(resolved, "prefill")["metadata"]["labels"][names.LABEL_ROLE] not in expression["values"]
