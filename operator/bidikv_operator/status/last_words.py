@@ -166,5 +166,5 @@ def _shorten(words: str) -> str:
     for pattern, replacement in VARYING:
         words = pattern.sub(replacement, words)
     words = VALIDATION.sub("", WORKER.sub(r"\1", " ".join(words.split())))
-    words = words.split(" [type=", 1)[0]
+    words = words.split(" [type=", 1)[0].rstrip(". ")
     return words if len(words) <= LIMIT else words[: LIMIT - 3].rstrip() + "..."

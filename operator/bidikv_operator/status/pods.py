@@ -31,7 +31,9 @@ RANDOM_ID: Final = re.compile(r"\b[0-9a-f]{12,}\b|\b[0-9a-f]{8}(-[0-9a-f]{4}){3}
 """Ids of containers and uids of pods in the container runtime's words: new at every attempt."""
 NAMED_POD: Final = re.compile(r'\bpods? "[^"]*"')
 CONTAINER_IN_POD: Final = re.compile(r"container \S+ in pod \S+")
-NUMBERS: Final = re.compile(r"\b\d[\d.]*([KMGT]i)?\b")
+
+CLEAN_ENDS: Final = 2
+"""An engine that ended so often without an error is in a loop; once may be a restart by its probes."""
 
 PULL_DENIED: Final = re.compile(r"401|403|unauthorized|denied|authentication required|no basic auth", re.IGNORECASE)
 PULL_NOT_FOUND: Final = re.compile(r"not found|manifest unknown|404", re.IGNORECASE)
@@ -173,7 +175,7 @@ def _diagnose_container(container: Object, pod_name: str, conditions: Mapping[st
     ended = state.get("terminated") or (container.get("lastState") or {}).get("terminated") or {}
     if container.get("ready"):
         return None
-    if ended and (ended.get("exitCode") != 0 or reason == "CrashLoopBackOff"):
+    if ended and (ended.get("exitCode") != 0 or container.get("restartCount", 0) >= CLEAN_ENDS):
         return _explain_end(name, ended)
     if container.get("started") and _lost_readiness(conditions, state):
         return Trouble(

@@ -35,7 +35,7 @@ class Needs:
     """PersistentVolumeClaims."""
 
     def __str__(self) -> str:
-        return ", ".join(f"{amount} {name}" for name, amount in self.requests.items()) or "nothing in particular"
+        return ", ".join(f"{amount} {name}" for name, amount in self.requests.items())
 
 
 def compute_needs(pod_spec: Mapping[str, Any]) -> Needs:
@@ -88,7 +88,8 @@ def explain_unschedulable(message: str, needs: Needs) -> str:
         told.append(f"{one[1]} {words}")
         if remedy and remedy not in remedies:
             remedies.append(remedy)
-    sentence = f"a pod needs {needs}; of {total} {'node' if total == '1' else 'nodes'}: {', '.join(told)}"
+    asked = f"a pod needs {needs}" if needs.requests else "no node takes a pod"
+    sentence = f"{asked}; of {total} {'node' if total == '1' else 'nodes'}: {', '.join(told)}"
     return "; ".join((sentence, *remedies[:2]))
 
 

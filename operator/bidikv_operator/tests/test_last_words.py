@@ -30,7 +30,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
             "above for the root cause",
             "OutOfMemory",
             "Available memory on node 0 (19/23 GiB) on kv cache allocation is less than requested memory for kv (100 "
-            "GiB). Decrease it.",
+            "GiB). Decrease it",
             "tensorParallelSize",
         ),
         (
@@ -73,7 +73,7 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
             "[type=value_error, input_value=ArgsKwargs((), {'model_co... 'shutdown_timeout': 0})]\n"
             "    For further information visit https://errors.pydantic.dev/2.14/v/value_error\n",
             "ContainerCrashing",
-            "Total number of attention heads (4) must be divisible by tensor parallel size (3).",
+            "Total number of attention heads (4) must be divisible by tensor parallel size (3)",
             "kubectl logs",
         ),
         (

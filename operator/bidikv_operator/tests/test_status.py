@@ -427,7 +427,7 @@ def test_a_pod_without_a_node_is_a_fault_only_past_the_deadline(is_late: bool, d
     assert conditions_of(status)["DecodeReady"] == ("False", "Unschedulable")
     assert conditions_of(status)["Ready"] == ("False", "Unschedulable")
     assert conditions_of(status)["Degraded"][0] == degraded
-    assert message_of(status, "DecodeReady").startswith("0 of 1 decode pod is ready; a pod needs")
+    assert message_of(status, "DecodeReady").startswith("0 of 1 decode pod is ready; no node takes a pod; of 2 nodes: 2")
     assert "chat-x-1" not in str(status), "a pod's random name would be written anew for each pod"
 
 

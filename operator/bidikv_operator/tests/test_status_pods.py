@@ -87,12 +87,13 @@ NO_GPU = unschedulable("0/2 nodes are available: 2 Insufficient nvidia.com/gpu. 
         ),
         ({"containerStatuses": [ended(1)]}, "ContainerCrashing", "exit code 1; read why with kubectl logs"),
         ({"containerStatuses": [ended(0, "Completed")]}, "ContainerCrashing", "keeps ending without an error"),
+        ({"containerStatuses": [{**ended(0, "Completed"), "restartCount": 1}]}, None, ""),
         ({"initContainerStatuses": [ended(1)]}, "ContainerCrashing", "exit code 1"),
         ({"containerStatuses": [ended(137, "OOMKilled")]}, "OutOfMemory", "resources.memory"),
         (
             {"containerStatuses": [ended(1, message="torch.OutOfMemoryError: CUDA out of memory. Tried 2.00 GiB.")]},
             "OutOfMemory",
-            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB.; raise tensorParallelSize",
+            "torch.OutOfMemoryError: CUDA out of memory. Tried 2 GiB; raise tensorParallelSize",
         ),
         (
             {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory. Container x"},
@@ -278,7 +279,7 @@ def test_what_a_pod_needs() -> None:
     assert str(needs) == "5 nvidia.com/gpu, 8 vpc.amazonaws.com/efa, 5Gi hugepages-2Mi, 1 cpu"
     assert needs.node_selector == {"a": "b"}
     assert needs.claims == ("models",)
-    assert str(compute_needs({})) == "nothing in particular"
+    assert str(compute_needs({})) == ""
 
 
 @pytest.mark.parametrize(
