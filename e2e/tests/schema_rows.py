@@ -82,7 +82,7 @@ BASE: Manifest = {
         "retention": {"policy": "SessionAware", "budgetPercent": 60, "idleSeconds": 60},
     },
     "prefill": {**ENGINE, "tensorParallelSize": 2, "pipelineParallelSize": 1},
-    "decode": {**ENGINE, "gpusPerPod": 16, "pipelineParallelSize": 1},
+    "decode": {**ENGINE, "gpusPerPod": 2, "pipelineParallelSize": 1},
     "router": {
         "replicas": 2,
         "resources": {"cpu": "500m", "memory": "1Gi"},
@@ -172,7 +172,10 @@ SAMPLES: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     r"^[1-9][0-9]{0,8}(Mi|Gi|Ti|M|G|T)$": (("64Gi", "123456789Mi", "1T"), ("64", "0Gi", "1.5Gi", "64GB", "1Ki")),
     r"^[A-Za-z_][A-Za-z0-9_]*$": (("_A", "b2"), ("1A", "A-B")),
     r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$": (("", "v1.2_a-b"), ("-a", "a ", "a/b")),
-    r"^([-a-z0-9.]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$": (("example.com/Rack_1",), ("a/", "A/b/c", "-a")),
+    r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$": (
+        ("example.com/Rack_1", f"{'a' * 253}/{'b' * 63}"),
+        ("a/", "A/b", "a/b/c", "-a", "a" * 64),
+    ),
     r"^https?://[^\s]+$": (("https://[::1]:4318/v1",), ("collector:4318", "http://a b")),
     r"^(0|[1-9][0-9]?|100)%$": (("0%", "25%", "100%"), ("1", "101%", "05%", "%", "1.5%")),
 }
@@ -187,6 +190,7 @@ BESIDE: Final[dict[tuple[str, Any], dict[str, Any]]] = {
         "kvReuse.retention.budgetPercent": REMOVED,
         "kvReuse.retention.idleSeconds": REMOVED,
     },
+    ("decode.dataParallelSize", 16): {"decode.gpusPerPod": 16},
     ("updateStrategy.maxUnavailable", 0): {"updateStrategy.maxSurge": 1},
     **{
         (f"{role}.scheduling.tolerations.0.operator", "Exists"): {f"{role}.scheduling.tolerations.0.value": REMOVED}

@@ -95,8 +95,8 @@ def test_scale_of_a_resource_that_leaves_its_replicas_unset(namespace: Kubectl, 
 def test_kubectl_shows_columns_and_explains_fields(namespace: Kubectl, crd: None) -> None:
     namespace.apply(STORED)
     header = namespace.run("get", names.SHORT_NAME, "stored", "-o", "wide").splitlines()[0].split()
-    assert header == ["NAME", "READY", "REASON", "PREFILL", "DECODE", "ROUTER", "AGE", "FABRIC", "IMAGE", "ENDPOINT",
-                      "MESSAGE"]  # fmt: skip
+    assert header == ["NAME", "READY", "REASON", "PREFILL", "DECODE", "ROUTER", "AGE", "FABRIC", "VERIFIED", "IMAGE",
+                      "ENDPOINT", "MESSAGE"]  # fmt: skip
     assert "stored" in namespace.run("get", names.CATEGORY)
     explained = eventually(
         lambda: explain(namespace, f"{names.SHORT_NAME}.spec.prefill.extraArgs"), "the OpenAPI document", timeout=60

@@ -7,10 +7,12 @@ as one that the API server reads.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.alias_generators import to_camel
+from pydantic_core import CoreSchema, core_schema
 
 
 class ApiModel(BaseModel):
@@ -46,25 +48,35 @@ ATOMIC_LIST: Final[dict[str, Any]] = {"x-kubernetes-list-type": "atomic"}
 """Order matters or items repeat: whoever applies the list owns all of it."""
 
 
-def int_or_string(*, minimum: int, maximum: int, pattern: str, max_length: int) -> Any:
-    """A field that takes a whole number or a word, as ``1`` or ``25%``: bounds hold for numbers, the rest for words."""
+@dataclass(frozen=True, kw_only=True)
+class IntOrString:
+    """Annotation of ``int | str``: a whole number or a word, as ``1`` or ``25%``. Bounds hold for numbers, the rest for
+    words."""
 
-    def check(value: int | str) -> int | str:
+    minimum: int
+    maximum: int
+    pattern: str
+    max_length: int
+
+    def check(self, value: object) -> object:
         if isinstance(value, str):
-            if len(value) > max_length or not re.search(pattern, value):
-                raise ValueError(f"{value!r} does not match {pattern}")
-        elif isinstance(value, bool) or not minimum <= value <= maximum:
-            raise ValueError(f"{value} is not from {minimum} to {maximum}")
+            if len(value) > self.max_length or not re.search(self.pattern, value):
+                raise ValueError(f"{value!r} does not match {self.pattern}")
+        elif not isinstance(value, int) or isinstance(value, bool) or not self.minimum <= value <= self.maximum:
+            raise ValueError(f"{value} is not from {self.minimum} to {self.maximum}")
         return value
 
-    schema = {
-        "x-kubernetes-int-or-string": True,
-        "minimum": minimum,
-        "maximum": maximum,
-        "pattern": pattern,
-        "maxLength": max_length,
-    }
-    return Annotated[int | str, AfterValidator(check), WithJsonSchema(schema)]
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {
+            "x-kubernetes-int-or-string": True,
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "pattern": self.pattern,
+            "maxLength": self.max_length,
+        }
 
 
 # DNS subdomain, as Kubernetes checks the names of Secrets and PersistentVolumeClaims.
@@ -72,9 +84,8 @@ _DNS_SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])
 Name = Annotated[str, Field(min_length=1, max_length=253, pattern=_DNS_SUBDOMAIN)]
 LabelValue = Annotated[str, Field(max_length=63, pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$")]
 """Value of a label, as Kubernetes checks it; keys of label maps are checked by ``validate``."""
-LabelKey = Annotated[
-    str, Field(min_length=1, max_length=317, pattern=r"^([-a-z0-9.]+/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$")
-]
+_LABEL_KEY = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+LabelKey = Annotated[str, Field(min_length=1, max_length=317, pattern=_LABEL_KEY)]
 ImageReference = Annotated[
     str,
     Field(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from bidikv_operator.api.base import ApiModel, LabelValue, Switch, cel, int_or_string, validations
+from bidikv_operator.api.base import ApiModel, IntOrString, LabelValue, Switch, cel, validations
 
 
 class Monitoring(ApiModel):
@@ -26,7 +26,7 @@ class Monitoring(ApiModel):
 
 
 PERCENT_PATTERN = r"^(0|[1-9][0-9]?|100)%$"
-PodCount = int_or_string(minimum=0, maximum=1024, pattern=PERCENT_PATTERN, max_length=4)
+PodCount = Annotated[int | str, IntOrString(minimum=0, maximum=1024, pattern=PERCENT_PATTERN, max_length=4)]
 """Pods of a role, or percent of its replicas."""
 
 

@@ -9,11 +9,11 @@ from pydantic import ConfigDict, Field, WithJsonSchema
 from bidikv_operator.api.base import (
     ATOMIC_LIST,
     ApiModel,
+    IntOrString,
     LabelKey,
     LabelValue,
     Name,
     cel,
-    int_or_string,
     validations,
 )
 
@@ -29,7 +29,7 @@ class EnvVar(ApiModel):
 
 CPU_PATTERN: Final = r"^([1-9][0-9]{0,3}|(0|[1-9][0-9]{0,3})\.[0-9]{0,2}[1-9]|[1-9][0-9]{0,6}m)$"
 MEMORY_PATTERN: Final = r"^[1-9][0-9]{0,8}(Mi|Gi|Ti|M|G|T)$"
-Cpu = int_or_string(minimum=1, maximum=4096, pattern=CPU_PATTERN, max_length=8)
+Cpu = Annotated[int | str, IntOrString(minimum=1, maximum=4096, pattern=CPU_PATTERN, max_length=8)]
 Memory = Annotated[str, Field(max_length=11, pattern=MEMORY_PATTERN)]
 
 

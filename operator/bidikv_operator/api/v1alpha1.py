@@ -160,6 +160,7 @@ class BidiKVInferenceSpec(ApiModel):
     healing: Healing | None = Field(default=None, description="What happens to engines that their peers cannot reach.")
     paused: bool | None = Field(
         default=None,
+        strict=True,
         description="True: the operator changes nothing but the status; pods go on as they are. False when unset.",
     )
 

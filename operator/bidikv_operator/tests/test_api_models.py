@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bidikv_operator.api.v1alpha1 import BidiKVInference, EngineRole, FabricSpec, Model, ModelSource
+from bidikv_operator.api.v1alpha1 import BidiKVInference, EngineRole, FabricSpec, Model, ModelSource, PodResources
 
 SMALLEST: dict[str, Any] = {
     "apiVersion": "serving.bidikv.io/v1alpha1",
@@ -39,6 +39,12 @@ def test_models_are_frozen() -> None:
     fabric = FabricSpec(type="TCP")
     with pytest.raises(ValidationError, match="frozen"):
         fabric.type = "EFA"
+
+
+@pytest.mark.parametrize("cpu", [0, 4097, True, "0", "0m", "4 CPUs", "1e3", "12345.678"])
+def test_bounds_of_a_number_or_a_word_hold_in_python_too(cpu: Any) -> None:
+    with pytest.raises(ValidationError, match="cpu"):
+        PodResources.model_validate({"cpu": cpu})
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model
 
+from bidikv_operator.api.base import IntOrString, cel, map_list, validations
 from bidikv_operator.api.schema import Node, SchemaError, build_open_api_schema, convert_json_schema
-from bidikv_operator.api.v1alpha1 import cel, map_list, validations
 
 ATOMIC: dict[str, Any] = {"x-kubernetes-list-type": "atomic"}
 PRESERVE: dict[str, Any] = {"x-kubernetes-preserve-unknown-fields": True}
@@ -100,6 +100,29 @@ ACCEPTED: list[tuple[str, Any, dict[str, Any], Node]] = [
         {"type": "object", "maxProperties": 3, "additionalProperties": {"type": "string", "maxLength": 10}},
     ),
     (
+        "number or word",
+        Annotated[int | str, IntOrString(minimum=0, maximum=9, pattern="^[0-9]+%$", max_length=4)],
+        {},
+        {
+            "x-kubernetes-int-or-string": True,
+            "minimum": 0,
+            "maximum": 9,
+            "maxLength": 4,
+            "pattern": "^[0-9]+%$",
+        },
+    ),
+    (
+        "map with at least one entry",
+        dict[str, Text],
+        {"min_length": 1, "max_length": 3},
+        {
+            "type": "object",
+            "minProperties": 1,
+            "maxProperties": 3,
+            "additionalProperties": {"type": "string", "maxLength": 10},
+        },
+    ),
+    (
         "anything, when marked",
         dict[str, Any],
         {"json_schema_extra": PRESERVE},
@@ -175,6 +198,18 @@ REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
     ("optional key", list[Item], {"max_length": 3, "json_schema_extra": map_list("size")}, "x: list-map key size"),
     ("unknown key", list[Item], {"max_length": 3, "json_schema_extra": map_list("no")}, "x: list-map key no"),
     ("python set", set[Text], {"max_length": 3}, "x: uniqueItems is not structural; use a list"),
+    (
+        "number or word without bounds",
+        Annotated[int | str, WithJsonSchema({"x-kubernetes-int-or-string": True, "minimum": 0, "maximum": 1})],
+        {},
+        "x: x-kubernetes-int-or-string without maxLength; bound both its numbers and its words",
+    ),
+    (
+        "number or word that says it is none",
+        Annotated[int | str, WithJsonSchema({"x-kubernetes-int-or-string": False})],
+        {},
+        "x: type None is not structural",
+    ),
     ("tuple", tuple[Text, Text], {}, "x: prefixItems is not structural; use an object"),
     ("unmarked dict", dict[str, Any], {}, "x: map of anything would be pruned"),
     ("unbounded map", dict[str, Text], {}, "x: map without max_length"),

@@ -59,6 +59,56 @@ REFUSED: dict[str, tuple[Object, str, str]] = {
         "spec.decode.gpusPerPod",
         "cannot hold the 8 ranks of a pod",
     ),
+    "adapter named like the resource": (
+        {"model": {"source": {"path": "/m"}, "loraAdapters": [{"name": "chat", "source": {"path": "/a"}}]}},
+        "spec.model.loraAdapters[chat]",
+        "the model's own name",
+    ),
+    "adapter twice": (
+        {"model": {"source": {"path": "/m"}, "loraAdapters": [{"name": "a", "source": {"path": "/a"}}] * 2}},
+        "spec.model.loraAdapters[a]",
+        "given twice",
+    ),
+    "GPUs of a node with several of them": (
+        {"fabric": EFA, "decode": {"tensorParallelSize": 64, "nodesPerReplica": 4}},
+        "spec.decode.gpusPerPod",
+        "16 GPUs do not fit",
+    ),
+    "node label that none can be": (
+        {"prefill": {"scheduling": {"nodeSelector": {"a b": "c"}}}},
+        "spec.prefill.scheduling.nodeSelector",
+        "no key that Kubernetes takes",
+    ),
+    "annotation of the operator": (
+        {"router": {"service": {"annotations": {"serving.bidikv.io/applied-hash": "0"}}}},
+        "spec.router.service.annotations",
+        "belongs to the operator",
+    ),
+    "annotation that none can be": (
+        {"router": {"service": {"annotations": {"/a": "0"}}}},
+        "spec.router.service.annotations",
+        "no key that Kubernetes takes",
+    ),
+    "label of the operator on the monitor": (
+        {"monitoring": {"labels": {"app.kubernetes.io/managed-by": "me"}}},
+        "spec.monitoring.labels",
+        "belongs to the operator",
+    ),
+    "namespace label that none can be": (
+        {"security": {"metricsFrom": {"namespaceLabels": {"a": "b", "-": ""}}}},
+        "spec.security.metricsFrom.namespaceLabels",
+        "no key that Kubernetes takes",
+    ),
+    "template label that is no text": (
+        {"prefill": {"podTemplate": {"metadata": {"labels": {"a": 1}}}}},
+        "spec.prefill.podTemplate.metadata.labels",
+        "quote it",
+    ),
+    "token file": (
+        {"decode": {"env": [{"name": "BIDIKV_TOKEN_FILE", "value": "/x"}]}},
+        "spec.decode.env",
+        "BIDIKV_TOKEN_FILE is set by the operator",
+    ),
     "owned flag": ({"prefill": {"extraArgs": ["--port=1"]}}, "spec.prefill.extraArgs", "--port means --port"),
     "owned variable": (
         {"decode": {"env": [{"name": "PYTHONHASHSEED", "value": "1"}]}},

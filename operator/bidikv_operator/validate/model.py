@@ -89,8 +89,11 @@ def _resolve_adapters(given: api.Model, served: str) -> tuple[tuple[resolved.Res
 
 
 def _check_volume_path(field: str, path: str) -> Problems:
+    field = f"{field}.persistentVolumeClaim.path"
+    if path.startswith("/"):
+        return [Problem(field, f"{path!r} is absolute; remove the leading '/', it is relative to the volume")]
     if ".." in path.split("/"):
-        return [Problem(f"{field}.persistentVolumeClaim.path", f"{path!r} leaves the volume; remove the '..'")]
+        return [Problem(field, f"{path!r} leaves the volume; remove the '..'")]
     return []
 
 

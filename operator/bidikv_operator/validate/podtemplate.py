@@ -49,6 +49,11 @@ def _check_template_metadata(field: str, metadata: Mapping[str, Any]) -> Problem
         if not isinstance(entries, Mapping):
             problems.append(Problem(f"{field}.{key}", "must be an object; correct it"))
             continue
+        problems += [
+            Problem(f"{field}.{key}", f"the value of {name} is no text; quote it")
+            for name, value in entries.items()
+            if not isinstance(value, str)
+        ]
         problems += check_owned_keys(f"{field}.{key}", entries)
     return problems
 

@@ -125,10 +125,15 @@ def _schema_problems(error: ValidationError) -> Problems:
 
 def _check_images(spec: BidiKVInferenceSpec) -> Problems:
     images = {"spec.image": spec.image, "spec.runtime.image": (spec.runtime.image if spec.runtime else None) or ""}
+    secrets = spec.image_pull_secrets or []
     return [
         Problem(field, f"{image!r} is no image reference; remove white space and 'https://'")
         for field, image in images.items()
         if re.search(r"\s", image) or "://" in image
+    ] + [
+        Problem("spec.imagePullSecrets", f"{name!r} is given twice; keep one")
+        for name in dict.fromkeys(secrets)
+        if secrets.count(name) > 1
     ]
 
 
