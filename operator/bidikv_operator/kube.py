@@ -13,6 +13,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final
 
 import aiohttp
@@ -25,6 +26,7 @@ from bidikv_operator.kinds import LEASE, Kind
 Object = dict[str, Any]
 
 APPLY_CONTENT_TYPE: Final = "application/apply-patch+yaml"
+MERGE_CONTENT_TYPE: Final = "application/merge-patch+json"
 PAGE_SIZE: Final = 200
 """Objects per page of a list: that many Deployments take 10 MB for a moment."""
 READ_TIMEOUT_SECONDS: Final = 30.0
@@ -137,6 +139,22 @@ class Kube:
             kind, {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NEVER_A_VERSION}}
         )
 
+    async def patch(self, kind: Kind, namespace: str, name: str, *, uid: str, change: Object) -> Object:
+        """Merge patch of this very object: for single fields of what is not applied as a whole.
+
+        Raises:
+            ConflictError: another object took its name meanwhile.
+        """
+        body = {**change, "metadata": {**change.get("metadata", {}), "uid": uid}}
+        return await self._write(
+            "PATCH",
+            kind,
+            kind.path(namespace, name),
+            query={"fieldManager": names.FIELD_MANAGER},
+            body=body,
+            content_type=MERGE_CONTENT_TYPE,
+        )
+
     async def create(self, kind: Kind, manifest: Object) -> Object:
         return await self._write("POST", kind, kind.path(manifest["metadata"]["namespace"]), body=manifest)
 
@@ -176,7 +194,7 @@ class Kube:
         if not self.may_write():
             raise NotLeaderError(f"{method} {path} was not sent: this process does not hold the lease")
         self.on_write(method, kind.kind)
-        return await self._request(method, path, **options)
+        return await self._request(method, path, may_send=self.may_write, **options)
 
     async def _request(
         self,
@@ -186,6 +204,7 @@ class Kube:
         query: Mapping[str, str] | None = None,
         body: Object | None = None,
         content_type: str = "application/json",
+        may_send: Callable[[], bool] = lambda: True,
     ) -> Object:
         # Lease traffic is timed like a write: a lease that is read slowly is renewed late.
         is_quick = method != "GET" or LEASE.plural in path
@@ -204,6 +223,7 @@ class Kube:
                     proxy=self._api.configuration.proxy,
                     proxy_headers=self._api.configuration.proxy_headers,
                     server_hostname=self._api.configuration.tls_server_name,
+                    trace_request_ctx=may_send,
                 ) as response:
                     payload = await response.read()
         except TimeoutError:
@@ -228,9 +248,27 @@ class Kube:
                 connector=aiohttp.TCPConnector(limit=CONNECTIONS, ssl=trust),
                 headers={"Accept": "application/json", "User-Agent": self._api.user_agent},
                 timeout=aiohttp.ClientTimeout(total=None),  # each request has its limit
-                trust_env=True,
+                trace_configs=[_build_gate()],
             )
         return self._session
+
+
+def _build_gate() -> aiohttp.TraceConfig:
+    """Ask again when a request has got its connection, right before it is sent.
+
+    A process that was stopped while it waited for one goes on with what arrived meanwhile before it looks at its
+    timers: the request's time limit alone would let a deposed leader's write pass. What remains is the time between
+    this question and the system call.
+    """
+
+    async def ask(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+        if not context.trace_request_ctx():
+            raise NotLeaderError("a write was not sent: this process does not hold the lease any more")
+
+    gate = aiohttp.TraceConfig()
+    gate.on_connection_create_end.append(ask)
+    gate.on_connection_reuseconn.append(ask)
+    return gate
 
 
 def _lease_path(manifest: Object) -> str:

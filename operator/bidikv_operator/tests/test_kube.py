@@ -180,6 +180,23 @@ async def test_a_deposed_leader_writes_nothing(server: tuple[Server, Kube]) -> N
     assert [request[0] for request in script.requests] == ["PUT", "GET"]
 
 
+@pytest.mark.parametrize("is_connected", [False, True])
+async def test_a_leader_deposed_while_a_write_waits_for_its_connection_does_not_send_it(
+    server: tuple[Server, Kube], is_connected: bool
+) -> None:
+    script, kube = server
+    if is_connected:
+        await kube.get(SERVICE, "n", "x")
+        script.requests.clear()
+    answers = iter([True, False])
+    kube.may_write = lambda: next(answers)
+    with pytest.raises(NotLeaderError):
+        await kube.apply(DEPLOYMENT, MANIFEST)
+    assert script.requests == []
+    await kube.get(SERVICE, "n", "x")
+    assert len(script.requests) == 1
+
+
 async def test_writes_are_counted(server: tuple[Server, Kube]) -> None:
     _, kube = server
     seen: list[tuple[str, str]] = []
