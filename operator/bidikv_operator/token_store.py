@@ -53,6 +53,7 @@ class SecretClient(Protocol):
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object: ...
     async def apply(self, kind: Kind, manifest: Object) -> Object: ...
+    async def apply_new(self, kind: Kind, manifest: Object) -> Object: ...
 
 
 @dataclass(frozen=True)
@@ -178,12 +179,12 @@ class TokenStore:
 
     async def _write(self, resolved: Resolved, live: Object | None, planned: TokenState) -> None:
         manifest = build_token_secret(resolved, planned)
-        if live is not None:
-            if cut(live, manifest) == manifest:
-                return
-            # Another operator's or a user's write in between must not be undone: it may hold the tokens in use.
+        # A write of somebody else in between must not be undone: it may hold the tokens in use.
+        if live is None:
+            await self.client.apply_new(SECRET, manifest)
+        elif cut(live, manifest) != manifest:
             manifest["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
-        await self.client.apply(SECRET, manifest)
+            await self.client.apply(SECRET, manifest)
 
     def _get_known(self, key: Key, owner: Object) -> _Known | None:
         known = self._known.get(key)
