@@ -84,6 +84,7 @@ class Operator:
             tokens=self._tokens,
             engines=self._engines,
             runtime_image=settings.runtime_image,
+            operator_namespace=settings.operator_namespace,
             identity=settings.identity,
         )
         self._queue: WorkQueue[Key] = WorkQueue(

@@ -1,7 +1,8 @@
 """Bring the children of one resource to what is desired. The only writer of children.
 
-Order: as ``Desired`` yields, then orphans. At rest nothing is written, not even a no-op apply (``drift.py``). An object
-that somebody else owns is never taken over, and one that is being deleted is waited for.
+Order: what a scale-down should take, sets of engines that are to become empty, then as ``Desired`` yields, then
+orphans. At rest nothing is written, not even a no-op apply (``drift.py``). An object that somebody else owns is never
+taken over, one that is being deleted is waited for, and a set of engines that has pods is emptied before it is deleted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from bidikv_operator import names
 from bidikv_operator.build import Desired
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
 from bidikv_operator.drift import LastApplied, is_unchanged, mark_applied, record_applied
-from bidikv_operator.kinds import Kind
+from bidikv_operator.kinds import POD, Kind
 from bidikv_operator.kube import ApiError, ConflictError, NotFoundError, TransientError
+from bidikv_operator.rollout.scale import PodCost, Scaling
 from bidikv_operator.state import Applied, Failure, Observed
 
 Object = dict[str, Any]
@@ -34,6 +36,7 @@ class ChildClient(Protocol):
     async def get(self, kind: Kind, namespace: str, name: str) -> Object: ...
     async def apply(self, kind: Kind, manifest: Object) -> Object: ...
     async def apply_new(self, kind: Kind, manifest: Object) -> Object: ...
+    async def patch(self, kind: Kind, namespace: str, name: str, *, uid: str, change: Object) -> Object: ...
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None: ...
 
 
@@ -64,10 +67,11 @@ class Applier:
     cache: ObjectCache
     _memory: dict[Key, dict[ChildRef, LastApplied]] = field(default_factory=dict)
 
-    async def apply_all(self, observed: Observed, desired: Desired) -> Applied:
+    async def apply_all(self, observed: Observed, desired: Desired, scaling: Scaling) -> Applied:
         """Apply what differs, delete what is no longer desired.
 
-        A child that is refused does not stop the others: the status then tells of each.
+        A child that is refused does not stop the others: the status then tells of each. Kinds that the cluster does
+        not serve are left out, which the status tells as well.
 
         Raises:
             TransientError: the API server is overloaded or away; all else would fail too.
@@ -78,10 +82,21 @@ class Applier:
         children = dict(observed.children)
         failures: list[Failure] = []
         waiting: list[ChildRef] = []
-        wanted = set()
+        wanted = {*desired.kept, *scaling.others}
+        for cost in scaling.costs:
+            await self._write_cost(key.namespace, cost)
+        for ref, count in scaling.others.items():
+            try:
+                children[ref] = await self._resize(ref, children[ref], count, owner)
+            except TransientError:
+                raise
+            except ApiError as error:
+                failures.append(Failure(ref, names.REASON_APPLY_FAILED, str(error)))
         for kind, manifest in desired:
             ref = ChildRef(kind, manifest["metadata"]["name"])
             wanted.add(ref)
+            if kind in observed.missing_kinds:
+                continue
             try:
                 outcome = await self._apply_child(ref, mark_applied(manifest), children.get(ref), owner, memory)
             except TransientError:
@@ -133,6 +148,33 @@ class Applier:
         metadata = manifest["metadata"]
         logger.info("%s/%s: applied %s", metadata["namespace"], metadata["labels"][names.LABEL_OWNER], ref)
         memory[ref] = record_applied(manifest, answer)
+        self.cache.put(ref.kind, answer)
+        return answer
+
+    async def _write_cost(self, namespace: str, cost: PodCost) -> None:
+        """A scale-down goes on without: it then takes one pod as well as another."""
+        annotations = {names.ANNOTATION_DELETION_COST: str(cost.cost)}
+        try:
+            change = {"metadata": {"annotations": annotations}}
+            self.cache.put(POD, await self.client.patch(POD, namespace, cost.pod, uid=cost.uid, change=change))
+        except TransientError:
+            raise
+        except ApiError as error:
+            logger.warning("%s/%s: its deletion cost could not be written: %s", namespace, cost.pod, error)
+
+    async def _resize(self, ref: ChildRef, live: Object, count: int, owner: Object) -> Object:
+        """Change the replicas of a set and nothing else of it."""
+        if live["spec"].get("replicas", 1) == count or choose_ownership(live, owner) != "ours":
+            return live
+        metadata = live["metadata"]
+        try:
+            answer = await self.client.patch(
+                ref.kind, metadata["namespace"], ref.name, uid=metadata["uid"], change={"spec": {"replicas": count}}
+            )
+        except (NotFoundError, ConflictError):
+            return live  # deleted meanwhile: its event is on the way
+        logger.info("%s/%s: %s has %d replicas now", metadata["namespace"], owner["metadata"]["name"], ref, count)
+        self._memory[Key(metadata["namespace"], owner["metadata"]["name"])].pop(ref, None)
         self.cache.put(ref.kind, answer)
         return answer
 

@@ -47,6 +47,7 @@ class Reconciler:
     tokens: TokenStore
     runtime_image: str
     identity: str
+    operator_namespace: str = ""
     missing_kinds: frozenset[Kind] = frozenset()
     """Optional kinds that this cluster does not serve, or not to this operator."""
     engines: FactStore = field(default_factory=FactStore)
@@ -82,17 +83,16 @@ class Reconciler:
             return Done()
         if observed.resource["metadata"].get("deletionTimestamp"):
             return Done()  # the garbage collector is at work; a write would only delay it
-        checked = validate(observed.resource, runtime_image=self.runtime_image)
+        checked = validate(
+            observed.resource, runtime_image=self.runtime_image, operator_namespace=self.operator_namespace
+        )
         now = datetime.now(UTC)
         token, healing = TokenOutcome(), None
         if not isinstance(checked, Rejected):
             self.engines.expect(key, build_expectation(checked))
         observed = replace(observed, engines=self.engines.observe(key, observed.pods))
-        if isinstance(checked, Rejected):
-            await self.tokens.load(key, observed.resource)
+        if isinstance(checked, Rejected) or checked.paused:
             # What runs keeps running: a typing mistake must not take a service down.
-            applied = Applied(children=observed.children)
-        elif checked.paused:
             await self.tokens.load(key, observed.resource)
             applied = Applied(children=observed.children)
         else:

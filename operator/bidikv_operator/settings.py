@@ -34,6 +34,10 @@ class Settings:
     lease_namespace: str = "default"
     """BIDIKV_LEASE_NAMESPACE: where the leader's Lease lives; the pod's own namespace when unset."""
 
+    operator_namespace: str = ""
+    """BIDIKV_OPERATOR_NAMESPACE: where the operator's pods are, which engines' NetworkPolicies let in; the pod's own
+    namespace when unset, none outside of a cluster."""
+
     lease_name: str = "bidikv-operator"
     """BIDIKV_LEASE_NAME: operators that share this name elect one leader."""
 
@@ -89,7 +93,8 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     settings = Settings(
         runtime_image=source.text("RUNTIME_IMAGE", required=True),
         namespaces=tuple(sorted({part.strip() for part in source.text("NAMESPACES").split(",") if part.strip()})),
-        lease_namespace=source.text("LEASE_NAMESPACE") or _own_namespace(),
+        lease_namespace=source.text("LEASE_NAMESPACE") or _own_namespace() or "default",
+        operator_namespace=source.text("OPERATOR_NAMESPACE") or _own_namespace(),
         lease_name=source.text("LEASE_NAME") or "bidikv-operator",
         identity=source.text("IDENTITY") or f"{socket.gethostname()}_{os.getpid()}",
         lease_seconds=source.whole("LEASE_SECONDS", default=15, low=2, high=600),
@@ -121,9 +126,9 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
 
 def _own_namespace() -> str:
     try:
-        return NAMESPACE_FILE.read_text().strip() or "default"
+        return NAMESPACE_FILE.read_text().strip()
     except OSError:
-        return "default"
+        return ""  # not in a cluster
 
 
 class _Source:

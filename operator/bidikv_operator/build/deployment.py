@@ -1,32 +1,56 @@
-"""Deployments of prefill, decode and router."""
+"""Deployments: of the engines of one role and compatibility group, and of the routers."""
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 from bidikv_operator import names
-from bidikv_operator.build.engine_pod import build_engine_template
 from bidikv_operator.build.meta import Manifest, build_object, build_selector, compute_replicas, role_name
-from bidikv_operator.build.probes import STARTUP_SECONDS
+from bidikv_operator.build.revision import EngineTemplates
 from bidikv_operator.build.router_pod import build_router_template
+from bidikv_operator.cache import ChildRef
 from bidikv_operator.kinds import DEPLOYMENT
 from bidikv_operator.resolved import Resolved
 
-ENGINE_PROGRESS_DEADLINE_SECONDS = STARTUP_SECONDS + 600
-"""Longer than the start-up probe allows, or Kubernetes would report a loading model as a failed rollout."""
-ROUTER_PROGRESS_DEADLINE_SECONDS = 600
+ROUTER_PROGRESS_DEADLINE_SECONDS: Final = 600
 
 
-def build_engine_deployment(resolved: Resolved, role: names.Role) -> Manifest:
-    """Rolls one pod at a time in place (no surge): there is rarely a spare set of GPUs."""
-    deployment = build_object(DEPLOYMENT, resolved, role_name(resolved, role), role)
+def build_engine_deployment(
+    resolved: Resolved, role: names.Role, ref: ChildRef, templates: EngineTemplates, replicas: int
+) -> Manifest:
+    """The Deployment ``ref``: a template that changes within the group rolls in place, as the resource's strategy says.
+
+    Its history is of no use to anybody: ``kubectl rollout undo`` would be drift, and the group's templates are kept in
+    ControllerRevisions.
+    """
+    deployment = build_object(DEPLOYMENT, resolved, ref.name, role)
+    label_group(deployment, resolved, role)
+    updates = resolved.updates
     deployment["spec"] = {
-        "replicas": compute_replicas(resolved, role),
-        "revisionHistoryLimit": 3,
-        "progressDeadlineSeconds": ENGINE_PROGRESS_DEADLINE_SECONDS,
-        "selector": {"matchLabels": build_selector(resolved, role)},
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-        "template": build_engine_template(resolved, role),
+        "replicas": replicas,
+        "revisionHistoryLimit": 0,
+        "progressDeadlineSeconds": updates.progress_deadline_seconds,
+        "selector": {"matchLabels": {**build_selector(resolved, role), names.LABEL_GROUP: resolved.identity.group}},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": updates.max_surge, "maxUnavailable": updates.max_unavailable},
+        },
+        "template": with_group(templates.engine, resolved),
     }
     return deployment
+
+
+def label_group(manifest: Manifest, resolved: Resolved, role: names.Role) -> None:
+    """Say on an engines' set which group it is of and which input its template was built from."""
+    metadata = manifest["metadata"]
+    metadata["labels"][names.LABEL_GROUP] = resolved.identity.group
+    metadata["annotations"] = {names.ANNOTATION_INPUT: resolved.identity.input_of(role)}
+
+
+def with_group(template: Manifest, resolved: Resolved) -> Manifest:
+    metadata: dict[str, Any] = template["metadata"]
+    labels = {**metadata["labels"], names.LABEL_GROUP: resolved.identity.group}
+    return {**template, "metadata": {**metadata, "labels": labels}}
 
 
 def build_router_deployment(resolved: Resolved, config_hash: str) -> Manifest:

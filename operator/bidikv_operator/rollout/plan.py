@@ -73,6 +73,11 @@ class Rollout:
     message: str = ""
     """One sentence for the condition Progressing."""
 
+    @property
+    def is_rolling(self) -> bool:
+        """Whether engines are being replaced, by another group or in place."""
+        return any(not found.is_current or found.live > found.updated for found in self.sets)
+
     def of_role(self, role: Role) -> tuple[EngineSet, ...]:
         return tuple(found for found in self.sets if found.role == role)
 

@@ -14,6 +14,7 @@ from bidikv_operator.fabric import INSTANCE_TYPES
 from bidikv_operator.kinds import INFERENCE, SECRET, Kind
 from bidikv_operator.kube import ConflictError, Listed, NotFoundError
 from bidikv_operator.resolved import Resolved
+from bidikv_operator.rollout.sets import find_engine_set
 from bidikv_operator.validate import validate
 
 Object = dict[str, Any]
@@ -205,6 +206,15 @@ class FakeKube:
             raise ConflictError("exists", status=409)
         return await self.apply(kind, manifest)
 
+    async def patch(self, kind: Kind, namespace: str, name: str, *, uid: str, change: Object) -> Object:
+        self._write("patch", kind, name)
+        live = self.objects.get((namespace, ChildRef(kind, name)))
+        if live is None:
+            raise NotFoundError("gone", status=404)
+        if live["metadata"]["uid"] != uid:
+            raise ConflictError("uid mismatch", status=409)
+        return self.store(kind, _merge_patch(live, change))
+
     async def create(self, kind: Kind, manifest: Object) -> Object:
         self._write("create", kind, manifest["metadata"]["name"])
         return self.store(kind, manifest)
@@ -224,6 +234,24 @@ class FakeKube:
         """The writes since the last call."""
         taken, self.writes = self.writes, []
         return taken
+
+
+def _merge_patch(live: Any, change: Any) -> Any:
+    """As RFC 7386 says."""
+    if not isinstance(change, dict):
+        return change
+    merged = dict(live) if isinstance(live, dict) else {}
+    for key, value in change.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = _merge_patch(merged.get(key), value)
+    return merged
+
+
+def find_set(resource: Object, role: names.Role) -> str:
+    """Name of the current set of an engine role."""
+    return find_engine_set(resolve(resource), role).name
 
 
 def store_resource(kube: FakeKube, resource: Object) -> Object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from bidikv_operator.cache import ChildRef, Key, ObjectCache
 from bidikv_operator.kinds import DEPLOYMENT, POD_DISRUPTION_BUDGET, ROLE, SERVICE, Kind
 from bidikv_operator.kube import ConflictError, ForbiddenError, TransientError
 from bidikv_operator.observe import observe
-from bidikv_operator.state import Applied
-from bidikv_operator.tests.samples import FakeKube, make_resource, resolve, store_resource
+from bidikv_operator.rollout.scale import Scaling, plan_scaling
+from bidikv_operator.state import Applied, Observed
+from bidikv_operator.tests.samples import FakeKube, find_set, make_resource, resolve, store_resource
 
 Object = dict[str, Any]
 KEY = Key("team", "chat")
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+PREFILL = find_set(make_resource(), names.PREFILL)
 
 
 class World:
@@ -38,12 +42,19 @@ class World:
         self.applier = Applier(self.kube, self.cache)
 
     def desired(self) -> Desired:
-        return build_all(resolve(self.resource))
+        observed, resolved = self.observed(), resolve(self.resource)
+        return build_all(resolved, observed.children, self.scaling().replicas)
+
+    def observed(self) -> Observed:
+        found = observe(self.cache, KEY)
+        assert found is not None
+        return found
+
+    def scaling(self) -> Scaling:
+        return plan_scaling(resolve(self.resource), self.observed(), NOW)
 
     async def apply(self) -> Applied:
-        observed = observe(self.cache, KEY)
-        assert observed is not None
-        return await self.applier.apply_all(observed, self.desired())
+        return await self.applier.apply_all(self.observed(), self.desired(), self.scaling())
 
     def live(self, kind: Kind, name: str) -> Object:
         return self.kube.objects["team", ChildRef(kind, name)]
@@ -92,12 +103,12 @@ async def test_an_api_server_that_wants_no_version_of_a_new_object(world: World)
 async def test_an_edited_child_is_repaired(world: World) -> None:
     await world.apply()
     world.kube.take_writes()
-    edited = copy.deepcopy(world.live(DEPLOYMENT, "chat-prefill"))
+    edited = copy.deepcopy(world.live(DEPLOYMENT, PREFILL))
     edited["spec"]["template"]["spec"]["containers"][0]["image"] = "other"
     world.kube.store(DEPLOYMENT, edited)
     await world.apply()
-    assert world.kube.take_writes() == [("apply", "Deployment chat-prefill")]
-    assert world.live(DEPLOYMENT, "chat-prefill")["spec"]["template"]["spec"]["containers"][0]["image"] != "other"
+    assert world.kube.take_writes() == [("apply", f"Deployment {PREFILL}")]
+    assert world.live(DEPLOYMENT, PREFILL)["spec"]["template"]["spec"]["containers"][0]["image"] != "other"
 
 
 async def test_what_others_add_stays_and_is_no_drift(world: World) -> None:
@@ -188,12 +199,12 @@ async def test_a_child_that_is_being_deleted_is_waited_for(world: World) -> None
 
 async def test_a_refused_child_does_not_stop_the_others(world: World) -> None:
     def refuse(verb: str, kind: Kind, name: str) -> Exception | None:
-        return ForbiddenError("exceeded quota", status=403) if (kind, name) == (DEPLOYMENT, "chat-prefill") else None
+        return ForbiddenError("exceeded quota", status=403) if (kind, name) == (DEPLOYMENT, PREFILL) else None
 
     world.kube.refuse = refuse
     applied = await world.apply()
     (failure,) = applied.failures
-    assert (failure.reason, str(failure)) == (names.REASON_APPLY_FAILED, "Deployment chat-prefill: exceeded quota")
+    assert (failure.reason, str(failure)) == (names.REASON_APPLY_FAILED, f"Deployment {PREFILL}: exceeded quota")
     assert ChildRef(DEPLOYMENT, "chat-router") in applied.children
     world.kube.refuse = lambda verb, kind, name: None
     assert not (await world.apply()).failures

@@ -12,12 +12,13 @@ from bidikv_operator.engines.facts import FactStore
 from bidikv_operator.kinds import DEPLOYMENT, INFERENCE
 from bidikv_operator.kube import InvalidError, TransientError
 from bidikv_operator.reconcile import Reconciler
-from bidikv_operator.tests.samples import RUNTIME_IMAGE, FakeKube, make_resource, store_resource
+from bidikv_operator.tests.samples import RUNTIME_IMAGE, FakeKube, find_set, make_resource, store_resource
 from bidikv_operator.token_store import TokenStore
 from bidikv_operator.workqueue import Done, RequeueAfter, RetryLaterError
 
 Object = dict[str, Any]
 KEY = Key("team", "chat")
+PREFILL = find_set(make_resource(), names.PREFILL)
 
 
 class World:
@@ -96,7 +97,7 @@ async def test_an_invalid_change_leaves_what_runs(world: World) -> None:
 async def test_a_refused_child_is_told_and_retried(world: World) -> None:
     store_resource(world.kube, make_resource())
     world.kube.refuse = lambda verb, kind, name: InvalidError("spec.x: bad") if kind == DEPLOYMENT else None
-    with pytest.raises(RetryLaterError, match=r"Deployment chat-prefill: spec\.x: bad"):
+    with pytest.raises(RetryLaterError, match=rf"Deployment {PREFILL}: spec\.x: bad"):
         await world.reconciler.reconcile(KEY)
     assert world.condition("Progressing") == ("False", "ApplyFailed")
     world.kube.refuse = lambda verb, kind, name: None

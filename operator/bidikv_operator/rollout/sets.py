@@ -1,0 +1,126 @@
+"""Sets of engines as the cluster shows them. Pure.
+
+A set is found by its labels, whatever made it: sets of other groups, and those of before there were groups, belong to
+the rollout as well. Pods are counted one by one, because the status of a Deployment leaves out those that are being
+deleted, and these still hold their accelerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from bidikv_operator import names
+from bidikv_operator.cache import ChildRef
+from bidikv_operator.kinds import DEPLOYMENT, LEADER_WORKER_SET
+from bidikv_operator.names import Role
+from bidikv_operator.resolved import Resolved
+from bidikv_operator.rollout.plan import EngineSet
+
+Object = Mapping[str, Any]
+
+LEADER_WORKER_SET_NAME_LIMIT: Final = 45
+"""A LeaderWorkerSet makes a StatefulSet for each replica's workers, ``<name>-<index>``. Its pods carry a label of that
+name and a hash of ten characters, and a label holds 63."""
+OVERDUE: Final = timedelta(seconds=60)
+"""A pod that is still there so long after its grace period has no kubelet that would end it: it holds nothing."""
+
+
+def find_engine_set(resolved: Resolved, role: Role) -> ChildRef:
+    """The current set of an engine role."""
+    suffix = f"{role}-{resolved.identity.group}"
+    nodes = (resolved.prefill if role == names.PREFILL else resolved.decode).nodes
+    if nodes == 1:
+        return ChildRef(DEPLOYMENT, names.child_name(resolved.name, suffix))
+    return ChildRef(LEADER_WORKER_SET, names.child_name(resolved.name, suffix, LEADER_WORKER_SET_NAME_LIMIT))
+
+
+def read_sets(
+    children: Mapping[ChildRef, Object],
+    pods: Iterable[Object],
+    *,
+    current: Iterable[ChildRef] | None,
+    now: datetime,
+) -> tuple[EngineSet, ...]:
+    """All sets that exist, current ones first.
+
+    Args:
+        current: the current set of each role; None: all that exist are.
+        now: to tell pods that no kubelet ends.
+    """
+    chosen = None if current is None else set(current)
+    counted = _count_pods(pods, now)
+    found = [
+        _read_set(ref, obj, role, counted, is_current=chosen is None or ref in chosen)
+        for ref, obj in children.items()
+        if ref.kind in (DEPLOYMENT, LEADER_WORKER_SET)
+        and (role := _find_role(obj)) is not None
+        and not obj["metadata"].get("deletionTimestamp")
+    ]
+    order = names.ENGINE_ROLES
+    return tuple(sorted(found, key=lambda each: (not each.is_current, order.index(each.role), each.ref.name)))
+
+
+def find_pods(pods: Iterable[Object], found: EngineSet) -> list[Object]:
+    """The pods of a set, workers of a replica that spans nodes left out."""
+    return [pod for pod in pods if _find_role(pod) == found.role and _find_group(pod) == found.group]
+
+
+def _read_set(
+    ref: ChildRef, obj: Object, role: Role, counted: Mapping[tuple[Role, str], tuple[int, int]], *, is_current: bool
+) -> EngineSet:
+    status, group = obj.get("status") or {}, _find_group(obj)
+    live, leaving = counted.get((role, group), (0, 0))
+    replicas = obj["spec"].get("replicas", 1)
+    updated, ready = status.get("updatedReplicas", 0), status.get("readyReplicas", 0)
+    generation = obj["metadata"].get("generation", 0)
+    # Not in every release of LeaderWorkerSet.
+    seen = status.get("observedGeneration", 0 if ref.kind == DEPLOYMENT else generation)
+    return EngineSet(
+        ref=ref,
+        role=role,
+        group=group,
+        is_current=is_current,
+        replicas=replicas,
+        live=live,
+        leaving=leaving,
+        ready=ready,
+        updated=updated,
+        is_rolled_out=seen >= generation and ready >= replicas and status.get("replicas", 0) == updated == replicas,
+        is_late=any(
+            condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded"
+            for condition in status.get("conditions") or []
+        ),
+    )
+
+
+def _count_pods(pods: Iterable[Object], now: datetime) -> dict[tuple[Role, str], tuple[int, int]]:
+    """Live and leaving pods by role and group."""
+    counted: dict[tuple[Role, str], tuple[int, int]] = {}
+    for pod in pods:
+        role = _find_role(pod)
+        if role is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+            continue
+        key = (role, _find_group(pod))
+        live, leaving = counted.get(key, (0, 0))
+        deadline = pod["metadata"].get("deletionTimestamp")
+        if not deadline:
+            live += 1
+        elif now <= _parse_time(deadline) + OVERDUE:
+            leaving += 1
+        counted[key] = (live, leaving)
+    return counted
+
+
+def _parse_time(text: str) -> datetime:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone(UTC)
+
+
+def _find_role(obj: Object) -> Role | None:
+    label = (obj["metadata"].get("labels") or {}).get(names.LABEL_ROLE)
+    return next((role for role in names.ENGINE_ROLES if label == role), None)
+
+
+def _find_group(obj: Object) -> str:
+    return str((obj["metadata"].get("labels") or {}).get(names.LABEL_GROUP, ""))
