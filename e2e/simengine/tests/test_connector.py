@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bidikv_runtime import contract
-from bidikv_runtime.contract import EngineReport
+from bidikv_runtime.contract import EngineReport, TransportReport
 from e2e.engine.client import Metrics as Scrape
 from e2e.engine.local import free_port
 from e2e.simengine.engine import EngineCore, Finish, Request
@@ -37,7 +37,8 @@ class Peer:
         line = ["--prefix-caching-hash-algo", contract.HASH_ALGORITHM, "--kv-transfer-config", json.dumps(transfer)]
         variables = FAST | {"PYTHONHASHSEED": "0", contract.ENV_LOOKUP_HOST: HOST} | environment
         engine, _ = parse_engine([*line, *arguments], variables)
-        self.core = EngineCore(engine, Faults(FaultSet()), Metrics("simulated", connector=True))
+        self.faults = Faults(FaultSet())
+        self.core = EngineCore(engine, self.faults, Metrics("simulated", connector=True))
 
     @property
     def source(self) -> str:
@@ -106,6 +107,39 @@ async def test_what_one_engine_holds_the_other_reads_and_the_answer_is_the_same(
         assert p.report().sessions == ()  # a prefill leg is no turn
         assert p.report().compatibility == d.report().compatibility
         assert (d.report().requests, d.report().queued_tokens, d.report().free_blocks) == (0, 0, 1.0)
+
+
+async def test_what_has_moved_and_who_is_reached_is_reported() -> None:
+    environment = {"BIDIKV_SIM_READ_BYTES_PER_SECOND": "2e9", "BIDIKV_SIM_PROVIDER": "rdma"}
+    async with running_peers(environment=environment) as (p, d):
+        assert p.report().transport == TransportReport("UCX", "rdma")
+        await d.answer(PROMPT)
+        await p.answer(PROMPT, bidikv_sources=[d.source])
+        report = p.report()
+        assert report.transport == TransportReport("UCX", "rdma", "", 992 * 65_536, 0, 2e9)
+        assert (report.prompt_tokens, report.reused_tokens) == (1000, 992)
+        assert (report.reached, report.unreachable) == ((d.source,), ())
+        assert d.report().transport == TransportReport("UCX", "rdma"), "it was read from"
+
+
+async def test_a_silent_lookup_port_is_reported_by_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bidikv_runtime.connector.peers.SILENT_SECONDS", 0.1)
+    settings = {"bidikv_lookup_deadline_ms": 100, "bidikv_silent_period_seconds": 0.1}
+    async with running_peers(**settings) as (p, d):
+        alone = await d.answer(PROMPT)
+        d.faults.set(FaultSet(silent=True))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while p.report().unreachable != (d.source,):
+                assert await p.answer(PROMPT, bidikv_sources=[d.source]) == alone
+                assert p.core.pool.reset()
+        assert p.report().reached == ()
+        assert p.value(contract.METRIC_REUSED_TOKENS) == 0
+        d.faults.set(FaultSet())
+        async with asyncio.timeout(WAIT_SECONDS):
+            while p.report().reached != (d.source,):
+                assert await p.answer(PROMPT, bidikv_sources=[d.source]) == alone
+                assert p.core.pool.reset()
+        assert p.report().unreachable == ()
 
 
 async def test_decode_reads_all_that_prefill_hands_over() -> None:
