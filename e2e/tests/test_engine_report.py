@@ -88,6 +88,25 @@ async def test_a_turn_is_reported_with_what_is_left_of_it(deployment: Deployment
     assert left.held_tokens == 0
 
 
+async def test_what_moved_the_kv_is_reported(deployment: Deployment) -> None:
+    p, d = deployment.p, deployment.d
+    before = (await report(p)).prompt_tokens, (await report(d)).reused_tokens
+    turn = await deployment.turn([user("moved", 1200)])
+    for engine, peer in ((p, d), (d, p)):
+        told = await report(engine)
+        assert told.transport is not None
+        assert (told.transport.backend, told.transport.provider, told.transport.warning) == ("UCX", "tcp", "")
+        assert told.unreachable == ()
+        assert peer.engine.source in told.reached
+    read = (await report(d)).transport
+    assert read is not None
+    assert read.read_bytes > 0
+    assert read.failed_reads == 0
+    assert read.bandwidth > 1e6
+    assert (await report(p)).prompt_tokens == before[0] + len(turn.prompt_tokens)
+    assert (await report(d)).reused_tokens == before[1] + turn.decode_reused
+
+
 async def test_the_report_wants_the_token(deployment: Deployment) -> None:
     url = f"http://{HOST}:{deployment.d.engine.state_port}{contract.REPORT_PATH}"
     async with aiohttp.ClientSession() as http, http.get(url) as response:
