@@ -1,0 +1,272 @@
+"""Engines and routers that are taken away under load, with the real kubelet and simulated engines: nothing is lost.
+
+The load are conversations, half of them streamed, whose clients never send a request again: each request that fails
+fails the test.
+"""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bidikv_operator import names
+from bidikv_runtime import contract
+from e2e.demo.engines import parse_totals
+from e2e.install import image_references
+from e2e.kubectl import Kubectl, KubectlError, Manifest, eventually
+from e2e.operator_process import OperatorProcess
+from e2e.simengine.local import SERVED_MODEL
+from e2e.simengine.resource import build_resource, read_metrics
+from e2e.tests.test_operator import no_other_operator  # noqa: F401  (the fixture)
+
+pytestmark = pytest.mark.cluster
+
+READY_SECONDS = 180.0
+GONE_SECONDS = 180.0
+ANSWER_SECONDS = 60.0
+DRAIN_SECONDS = 30
+CONVERSATIONS = 6
+TURNS = 12
+"""Of a conversation, before its client begins anew under the same name."""
+SENTENCE = "The prompt is long enough for KV that is worth being read. "
+
+
+@dataclass
+class Load:
+    """Conversations that go on until they are told to stop."""
+
+    host: str
+    stop: threading.Event = field(default_factory=threading.Event)
+    answers: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def converse(self, number: int) -> None:
+        session, stream = uuid.uuid4().hex, number % 2 == 0
+        for begun in itertools.count():
+            messages = [{"role": "user", "content": f"{session} {begun}. {SENTENCE * 80}"}]
+            for _ in range(TURNS):
+                if self.stop.is_set() or self.failures:
+                    return
+                try:
+                    answer = ask(self.host, messages, session, stream=stream)
+                except (OSError, http.client.HTTPException, AssertionError, ValueError) as error:
+                    self.failures.append(f"conversation {number}, {len(messages)} messages: {error!r}")
+                    return
+                self.answers += 1
+                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": SENTENCE * 50}]
+
+
+def ask(host: str, messages: list[dict[str, str]], session: str, *, stream: bool) -> str:
+    """One whole answer.
+
+    Raises:
+        OSError, http.client.HTTPException: the connection broke.
+        AssertionError, ValueError: the answer is an error, or not whole.
+    """
+    connection = http.client.HTTPConnection(host, contract.ROUTER_PORT, timeout=ANSWER_SECONDS)
+    try:
+        body = {"model": SERVED_MODEL, "messages": messages, "max_tokens": 24, "ignore_eos": True, "stream": stream}
+        headers = {"Content-Type": "application/json", "X-Session-ID": session}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+        assert response.status == 200, f"{response.status}: {text}"
+        if not stream:
+            answer: str = json.loads(text)["choices"][0]["message"]["content"]
+            return answer
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        assert events[-1:] == ["[DONE]"], text[-400:]
+        return "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events[:-1])
+    finally:
+        connection.close()
+
+
+@dataclass
+class Service:
+    kubectl: Kubectl
+    name: str
+    host: str
+    operator: OperatorProcess
+
+    def pods(self, role: str) -> list[Manifest]:
+        """Those that are not being deleted."""
+        found = self.kubectl.find("pods", f"{names.LABEL_OWNER}={self.name},{names.LABEL_ROLE}={role}")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def wait_until_whole(self) -> None:
+        """All wanted pods are ready, and none is being deleted."""
+
+        def is_whole() -> bool:
+            pods = self.kubectl.find("pods", f"{names.LABEL_OWNER}={self.name}")
+            return len(pods) == 6 and all(is_ready(pod) for pod in pods)
+
+        try:
+            eventually(is_whole, "all pods to be ready", READY_SECONDS)
+        except TimeoutError as error:
+            told = self.kubectl.run("get", "pods,bidikv", "-o", "wide")
+            raise AssertionError(f"{error}\n{told}\n{self.operator.log()[-4000:]}") from None
+
+    @contextmanager
+    def loaded(self) -> Iterator[Load]:
+        """Conversations before, during and after what happens within; every request of theirs must succeed."""
+        load = Load(self.host)
+        clients = [threading.Thread(target=load.converse, args=(number,)) for number in range(CONVERSATIONS)]
+        for client in clients:
+            client.start()
+        try:
+            await_answers(load, 2 * CONVERSATIONS)
+            yield load
+            await_answers(load, 2 * CONVERSATIONS)
+        finally:
+            load.stop.set()
+            for client in clients:
+                client.join(ANSWER_SECONDS)
+        assert load.failures == []
+        print(f"{load.answers} answers, none failed")
+
+    def total(self, role: str, metric: str) -> float:
+        """Of the role's pods that are not being deleted."""
+        return sum(
+            parse_totals(read_metrics(self.kubectl, pod["metadata"]["name"])).get(metric, 0.0)
+            for pod in self.pods(role)
+        )
+
+
+def is_ready(pod: Manifest) -> bool:
+    conditions = pod["status"].get("conditions", ())
+    return "deletionTimestamp" not in pod["metadata"] and any(
+        c["type"] == "Ready" and c["status"] == "True" for c in conditions
+    )
+
+
+def await_answers(load: Load, more: int) -> None:
+    wanted = load.answers + more
+    eventually(lambda: load.answers >= wanted or bool(load.failures), f"{more} more answers", ANSWER_SECONDS)
+    assert load.failures == []
+
+
+@pytest.fixture(scope="module")
+def service(
+    cluster: Kubectl,
+    crd: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    no_other_operator: None,  # noqa: F811
+) -> Iterator[Service]:
+    namespace = f"e2e-drain-{uuid.uuid4().hex[:8]}"
+    cluster.run("create", "namespace", namespace)
+    kubectl = cluster.within(namespace)
+    name = f"sim-{uuid.uuid4().hex[:6]}"
+    operator = OperatorProcess(kubectl, "one", image_references()["runtime"], tmp_path_factory.mktemp("operator"))
+    try:
+        operator.start()
+        # A step of 10 ms: streams last long enough to be met by what happens.
+        simulation = {"step_seconds": 0.01}
+        # Prefill's own cache holds two conversations: it reads the others' history from decode.
+        spec = {
+            "model": {"source": {"path": "/simulated"}, "servedName": SERVED_MODEL, "maxLength": 16_384},
+            "prefill": {"extraArgs": ["--num-gpu-blocks-override", "1100"]},
+            "updateStrategy": {"drainSeconds": DRAIN_SECONDS},
+        }
+        kubectl.apply(build_resource(name, prefill=2, decode=2, routers=2, simulation=simulation, spec=spec))
+        eventually(lambda: kubectl.get("service", name) is not None, "the Service", READY_SECONDS)
+        found: Any = kubectl.get("service", name)
+        service = Service(kubectl, name, found["spec"]["clusterIP"], operator)
+        service.wait_until_whole()
+        yield service
+    finally:
+        cluster.run("delete", "namespace", namespace, "--wait=false")
+        operator.kill()
+
+
+@contextmanager
+def last_words(kubectl: Kubectl, pod: str, file: Path) -> Iterator[None]:
+    """Keeps a pod's log in ``file``, to its end."""
+    with file.open("wb") as output:
+        process = subprocess.Popen(kubectl.argv("logs", "-f", pod, "-c", names.ENGINE_CONTAINER), stdout=output)
+        try:
+            yield
+            process.wait(GONE_SECONDS)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_until_gone(kubectl: Kubectl, pod: str) -> float:
+    """Seconds until a pod that is being deleted has gone."""
+    began = time.monotonic()
+    eventually(lambda: kubectl.get("pod", pod) is None, f"the end of {pod}", GONE_SECONDS)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("role", [names.DECODE, names.PREFILL])
+def test_an_engine_that_is_deleted_under_load_loses_nothing_and_leaves_when_all_is_read(
+    service: Service, role: str, tmp_path: Path
+) -> None:
+    kubectl = service.kubectl
+    service.wait_until_whole()
+    victim = service.pods(role)[0]["metadata"]["name"]
+    log = tmp_path / "log"
+    with service.loaded():
+        before = service.total(names.PREFILL, contract.METRIC_REUSED_TOKENS)
+        with last_words(kubectl, victim, log):
+            kubectl.run("delete", "pod", victim, "--wait=false")
+            seconds = wait_until_gone(kubectl, victim)
+        if role == names.DECODE:
+            reused = service.total(names.PREFILL, contract.METRIC_REUSED_TOKENS) - before
+            assert reused > 0, "prefill went on reading sessions' KV"
+    text = log.read_text()
+    assert "bidikv.drain nothing is left" in text, text
+    print(f"{victim} had gone after {seconds:.0f} s")
+
+
+def test_only_one_engine_of_a_role_is_evicted_at_a_time(service: Service) -> None:
+    kubectl = service.kubectl
+    service.wait_until_whole()
+    first, second = (pod["metadata"]["name"] for pod in service.pods(names.DECODE))
+    with service.loaded():
+        evict(kubectl, first)
+        with pytest.raises(KubectlError, match="disruption budget"):
+            evict(kubectl, second)
+        wait_until_gone(kubectl, first)
+    service.wait_until_whole()
+
+
+def evict(kubectl: Kubectl, pod: str) -> None:
+    eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod}}
+    path = f"/api/v1/namespaces/{kubectl.namespace}/pods/{pod}/eviction"
+    kubectl.run("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
+
+
+def test_draining_a_node_under_load_fails_no_request(service: Service, cluster: Kubectl) -> None:
+    kubectl = service.kubectl
+    service.wait_until_whole()
+    node = service.pods(names.DECODE)[0]["spec"]["nodeName"]
+    of_ours = f"{names.LABEL_OWNER}={service.name}"
+    taken = [pod["metadata"]["name"] for pod in kubectl.find("pods", of_ours) if pod["spec"]["nodeName"] == node]
+    with service.loaded() as load:
+        before = load.answers
+        try:
+            # Only this resource's pods: other tests may have some on the node.
+            cluster.run(
+                *("drain", node, f"--pod-selector={of_ours}", "--ignore-daemonsets", "--delete-emptydir-data"),
+                f"--timeout={GONE_SECONDS:.0f}s",
+                timeout=GONE_SECONDS + 30,
+            )
+            left = [pod for pod in kubectl.find("pods", of_ours) if pod["spec"].get("nodeName") == node]
+            assert left == []
+            service.wait_until_whole()
+        finally:
+            cluster.run("uncordon", node)
+        print(f"{len(taken)} pods left {node}; {load.answers - before} answers meanwhile")
