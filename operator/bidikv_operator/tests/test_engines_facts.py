@@ -31,8 +31,8 @@ class Rig:
         self.status: Object = {}
         self.expect()
 
-    def expect(self, **ranks: int) -> None:
-        self.store.expect(KEY, Expectation({"prefill": 1, "decode": 1, **ranks}, ResolvedFabric(type="TCP"), 60))
+    def expect(self, decode: int = 1) -> None:
+        self.store.expect(KEY, Expectation({"prefill": 1, "decode": decode}, ResolvedFabric(type="TCP"), 60))
 
     def poll(self, **answers: EngineReport | Fault) -> bool:
         """All engines answer, by pod; an idle one's report by default. Returns whether to reconcile."""
