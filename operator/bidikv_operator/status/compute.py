@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from bidikv_operator import names
-from bidikv_operator.cache import ChildRef
-from bidikv_operator.kinds import DEPLOYMENT
 from bidikv_operator.resolved import Resolved, ResolvedUpdates
-from bidikv_operator.rollout.plan import EngineSet, Rollout
+from bidikv_operator.rollout.plan import Rollout
 from bidikv_operator.state import Applied, Observed
 from bidikv_operator.status.conditions import Condition, build_conditions
 from bidikv_operator.status.reuse import compute_reuse
@@ -41,7 +39,7 @@ def compute_status(
     observed: Observed,
     checked: Resolved | Rejected,
     applied: Applied,
-    rollout: Rollout | None = None,
+    rollout: Rollout,
     healing: HealingVerdict | None = None,
     *,
     now: str,
@@ -49,14 +47,13 @@ def compute_status(
     """The whole ``status`` in API form.
 
     Args:
-        rollout: where the engines stand; None: every set that exists is current.
+        rollout: where the engines stand after this pass.
         healing: None when nothing was decided.
         now: RFC 3339 time with a precision of seconds.
     """
     metadata = observed.resource["metadata"]
     previous = observed.resource.get("status") or {}
     resolved = checked if isinstance(checked, Resolved) else None
-    rollout = rollout if rollout is not None else _take_all_as_current(applied)
     updates = resolved.updates if resolved is not None else ResolvedUpdates()
     views: dict[names.Role, RoleView] = {
         role: view_engines(role, rollout, observed, applied, updates) for role in names.ENGINE_ROLES
@@ -168,33 +165,3 @@ def _find_runtime_image(applied: Applied, rollout: Rollout) -> str | None:
             if container["name"] == names.INSTALL_CONTAINER:
                 return str(container["image"])
     return None
-
-
-def _take_all_as_current(applied: Applied) -> Rollout:
-    sets = []
-    for ref, obj in applied.children.items():
-        role = (obj["metadata"].get("labels") or {}).get(names.LABEL_ROLE)
-        if ref.kind == DEPLOYMENT and role in names.ENGINE_ROLES:
-            sets.append(_describe_deployment(ref, role, obj))
-    return Rollout(sets=tuple(sets), wanted={found.role: found.replicas for found in sets})
-
-
-def _describe_deployment(ref: ChildRef, role: names.Role, obj: Mapping[str, Any]) -> EngineSet:
-    status, wanted = obj.get("status") or {}, obj["spec"].get("replicas", 1)
-    live, updated, ready = (status.get(key, 0) for key in ("replicas", "updatedReplicas", "readyReplicas"))
-    is_seen = status.get("observedGeneration", 0) >= obj["metadata"].get("generation", 0)
-    return EngineSet(
-        ref=ref,
-        role=role,
-        group="",
-        is_current=True,
-        replicas=wanted,
-        live=live,
-        ready=ready,
-        updated=updated,
-        is_rolled_out=is_seen and updated >= wanted and live <= updated and ready >= wanted,
-        is_late=any(
-            condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded"
-            for condition in status.get("conditions") or []
-        ),
-    )

@@ -38,6 +38,8 @@ class RoleView:
     is_created: bool
     is_rolled_out: bool
     """All wanted pods are ready and of the newest template, and no others are left."""
+    is_replacing: bool
+    """Pods of an earlier template or group are still there."""
     is_late: bool
     """A set that is to grow has made no progress within its deadline."""
     trouble: Trouble | None
@@ -84,6 +86,8 @@ def view_engines(
         and all(found.is_rolled_out for found in current)
         and ready >= wanted
         and not any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
+        is_replacing=any(_is_replacing(applied.children.get(found.ref) or {}) for found in current)
+        or any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
         is_late=any(found.is_late for found in current),
         trouble=find_trouble(pods, compute_needs(pod_spec)) or _find_creation_trouble(applied, refs),
         stages=describe_stages(pods),
@@ -111,6 +115,7 @@ def view_router(observed: Observed, applied: Applied, *, wanted: int | None) -> 
         updated=updated,
         is_created=bool(deployment),
         is_rolled_out=bool(deployment and is_seen and updated >= wanted and live <= updated and ready >= wanted),
+        is_replacing=_is_replacing(deployment),
         is_late=_is_late(status),
         trouble=find_trouble(pods, needs) or _find_creation_trouble(applied, [ref]),
         stages=describe_stages(pods),
@@ -179,6 +184,12 @@ def _find_creation_trouble(applied: Applied, refs: list[ChildRef]) -> Trouble | 
                 words = NAMED_POD.sub("a pod", condition.get("message", ""))
                 return Trouble(names.REASON_POD_CREATION_FAILED, f"pods cannot be created: {words}")
     return None
+
+
+def _is_replacing(child: Object) -> bool:
+    """Whether a set itself says so: its pods, counted elsewhere, are known at another moment than its status."""
+    status = child.get("status") or {}
+    return bool(status.get("replicas", 0) > status.get("updatedReplicas", 0))
 
 
 def _is_late(status: Object) -> bool:

@@ -79,7 +79,7 @@ def compute_progressing(picture: Picture) -> Condition:
         listed = ", ".join(sorted(str(ref) for ref in picture.applied.waiting))
         message = f"waiting for the deletion of earlier objects of the same name: {listed}"
         return Condition(name, "True", names.REASON_WAITING_FOR_DELETION, message)
-    if picture.rollout.is_failed:
+    if _has_failed_rollout(picture):
         return Condition(name, "False", names.REASON_ROLLOUT_FAILED, _explain_failed_rollout(picture))
     late = [role for role, view in picture.views.items() if view.is_late and not view.is_rolled_out]
     if late:
@@ -140,7 +140,7 @@ def _iterate_faults(picture: Picture) -> Iterator[tuple[str, str]]:
         yield names.REASON_KIND_MISSING, lacking
     if picture.healing_reason:
         yield picture.healing_reason, picture.healing_message
-    if picture.rollout.is_failed:
+    if _has_failed_rollout(picture):
         yield names.REASON_ROLLOUT_FAILED, _explain_failed_rollout(picture)
     for view in picture.views.values():
         if view.fault is not None:
@@ -163,6 +163,12 @@ def _explain_failures(failures: tuple[Failure, ...]) -> tuple[str, str]:
     return failures[0].reason, "; ".join(sorted(str(failure) for failure in failures))
 
 
+def _has_failed_rollout(picture: Picture) -> bool:
+    """Whether engines that are to take the place of others do not come up; without others it is just a slow start."""
+    engines = [picture.views[role] for role in names.ENGINE_ROLES]
+    return picture.rollout.is_failed and any(view.is_replacing for view in engines)
+
+
 def _explain_failed_rollout(picture: Picture) -> str:
     """The planner's sentence, why the new pods do not come up, whether anything serves, and the way back."""
     parts = [picture.rollout.message or "the new engines do not come up"]
@@ -171,20 +177,13 @@ def _explain_failed_rollout(picture: Picture) -> str:
         for view in picture.views.values()
         if view.trouble is not None and not view.is_rolled_out and view.role in names.ENGINE_ROLES
     ]
+    if not _has_pair(picture.rollout):
+        parts.append(NO_PAIR)
     return "; ".join(parts)
 
 
 def _explain_unfinished(picture: Picture, unfinished: list[names.Role]) -> Condition:
-    replacing = [
-        role
-        for role in unfinished
-        if picture.views[role].live > picture.views[role].updated
-        or any(
-            found.live or found.replicas or found.leaving
-            for found in picture.rollout.of_role(role)
-            if not found.is_current
-        )
-    ]
+    replacing = [role for role in unfinished if picture.views[role].is_replacing]
     incomplete = [view for role in unfinished if not (view := picture.views[role]).is_complete]
     told = "; ".join(f"{view.counted}, {explain_missing(view)}" for view in incomplete)
     if replacing:

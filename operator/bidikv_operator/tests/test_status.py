@@ -152,7 +152,12 @@ def status_of(
     children: dict[ChildRef, Object] | None = None,
     now: str = NOW,
 ) -> Object:
-    found = {ChildRef(DEPLOYMENT, "chat-router"): router_deployment or router(), **(children or {})}
+    plan = rollout if rollout is not None else rollout_of(is_settled=True)
+    found: dict[ChildRef, Object] = {ChildRef(DEPLOYMENT, "chat-router"): router_deployment or router()}
+    for one in plan.sets:
+        counts = {"replicas": one.live, "updatedReplicas": one.updated}
+        found[one.ref] = {"metadata": {}, "spec": {}, "status": counts}
+    found |= children or {}
     observed = Observed(
         resource=resource or make_resource(),
         children=found,
@@ -161,7 +166,6 @@ def status_of(
         missing_kinds=missing_kinds,
     )
     applied = Applied(children=found, failures=failures, waiting=waiting_for)
-    plan = rollout if rollout is not None else rollout_of(is_settled=True)
     status = compute_status(observed, checked, applied, plan, healing, now=now)
     BidiKVInferenceStatus.model_validate(status)
     return status
@@ -410,6 +414,13 @@ def test_a_failed_rollout_says_why_and_how_to_go_back() -> None:
     assert "decode: container engine ended with exit code 1: RuntimeError: boom" in message_of(status, "Progressing")
 
 
+def test_a_first_start_that_is_too_slow_is_no_failed_rollout() -> None:
+    """Nothing ran before, so there is nothing to go back to."""
+    conditions = conditions_of(status_of(rollout_of(engines("decode", 1, 0, is_late=True), is_failed=True)))
+    assert conditions["Progressing"] == ("False", "Stalled")
+    assert conditions["Degraded"] == ("True", "Stalled")
+
+
 def test_a_crash_degrades_a_role_that_still_serves() -> None:
     status = status_of(rollout_of(engines("decode", 2, 1)), pods=(pod("decode", **CRASHING),))
     conditions = conditions_of(status)
@@ -427,7 +438,9 @@ def test_a_pod_without_a_node_is_a_fault_only_past_the_deadline(is_late: bool, d
     assert conditions_of(status)["DecodeReady"] == ("False", "Unschedulable")
     assert conditions_of(status)["Ready"] == ("False", "Unschedulable")
     assert conditions_of(status)["Degraded"][0] == degraded
-    assert message_of(status, "DecodeReady").startswith("0 of 1 decode pod is ready; no node takes a pod; of 2 nodes: 2")
+    assert message_of(status, "DecodeReady").startswith(
+        "0 of 1 decode pod is ready; no node takes a pod; of 2 nodes: 2"
+    )
     assert "chat-x-1" not in str(status), "a pod's random name would be written anew for each pod"
 
 
