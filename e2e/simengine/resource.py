@@ -40,8 +40,8 @@ def build_resource(
         prefill: engines, as the next two.
         decode: engines.
         routers: replicas.
-        simulation: of all engines, by the names of ``settings.Simulation``. Another ``vllm_version`` is another release,
-            whose engines share no KV with those before.
+        simulation: of all engines, by the names of ``settings.Simulation``. Another ``vllm_version`` is another
+            release, whose engines share no KV with those before.
         faults: by role (``prefill``, ``decode``), as ``faults.FaultSet`` takes them; present from the start on.
         spec: more of the resource's spec, by its own names; the roles' fields are merged.
     """

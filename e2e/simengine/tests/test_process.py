@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bidikv_operator.build.deployment import build_engine_deployment
+from bidikv_operator.build.engine_pod import build_engine_template
 from bidikv_operator.tests import samples
 from bidikv_runtime import contract
 from bidikv_runtime.install import install
@@ -77,17 +77,21 @@ def resolve_environment(container: Mapping[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry.get("value", HOST if "valueFrom" in entry else "") for entry in container["env"]}
 
 
-def test_the_operators_deployment_starts_it(tmp_path: Path) -> None:
+def test_the_operators_pod_starts_it(tmp_path: Path) -> None:
     """Command, arguments and environment are the operator's; only what must differ on a shared machine is replaced."""
     install(tmp_path / "connector")
     resource = samples.make_resource(
         decode={"replicas": 1, "gpusPerPod": 0}, model={"source": {"path": "/models/small"}, "maxLength": 4096}
     )
-    deployment = build_engine_deployment(samples.resolve(resource), "decode")
-    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    template = build_engine_template(samples.resolve(resource), "decode")
+    [container] = template["spec"]["containers"]
     environment = resolve_environment(container)
     assert environment["PYTHONPATH"] == contract.CONNECTOR_INSTALL_DIR
     environment["PYTHONPATH"] = f"{tmp_path / 'connector'}:{AS_VLLM}:{ROOT}"  # the image has the latter two elsewhere
+    assert environment[contract.ENV_TOKEN_FILE] == f"{contract.TOKEN_DIR}/{contract.TOKEN_KEY}"
+    token = tmp_path / "tokens"
+    token.write_text("token-of-all-engines\n")
+    environment[contract.ENV_TOKEN_FILE] = str(token)
     ports = {name: free_port() for name in ("http", "lookup", "state")}
     transfer = contract.kv_transfer_config(fabric="TCP", lookup_port=ports["lookup"])
     transfer["kv_connector_extra_config"]["bidikv_state_port"] = ports["state"]
@@ -103,8 +107,24 @@ def test_the_operators_deployment_starts_it(tmp_path: Path) -> None:
     try:
         engine.wait_ready()
         assert ask(engine.url, model="chat")["usage"]["completion_tokens"] >= 1
-        with urllib.request.urlopen(f"http://{HOST}:{ports['state']}{contract.REPORT_PATH}", timeout=10) as response:
+        report = urllib.request.Request(
+            f"http://{HOST}:{ports['state']}{contract.REPORT_PATH}",
+            headers={"Authorization": "Bearer token-of-all-engines"},
+        )
+        with urllib.request.urlopen(report, timeout=10) as response:
             assert json.load(response)["requests"] == 0
+        hook = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert hook[:3] == ["python3", "-m", contract.DRAIN_MODULE]
+        flags = [*hook[3:], "--leave-seconds=0.1", f"--state-port={ports['state']}"]
+        drained = subprocess.run(
+            [sys.executable, *hook[1:3], *flags],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_SECONDS,
+        )
+        assert "nothing is left" in drained.stdout, drained
         engine.terminate()
         assert engine.process.wait(WAIT_SECONDS) == 0, engine.log_end()
     finally:

@@ -41,8 +41,7 @@ def served_by(rig: FleetRig) -> dict[str, set[str]]:
     """Decode engines that get sessions, and the prefill engines that they are paired with, by address."""
     pairs: dict[str, set[str]] = {}
     for session in sessions(60):
-        [first, *_] = rig.fleet.choose_decode(session) or [None]
-        if first is not None:
+        for first in rig.fleet.choose_decode(session)[:1]:
             chosen = rig.fleet.choose_prefill(session, first)
             pairs.setdefault(first.address, set()).add(chosen.address if chosen else "")
     return pairs
