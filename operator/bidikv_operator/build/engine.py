@@ -87,7 +87,9 @@ def _build_adapter_args(model: ResolvedModel) -> list[str]:
         args += ["--max-cpu-loras", str(len(model.adapters))]
     if model.max_lora_rank is not None:
         args += ["--max-lora-rank", str(model.max_lora_rank)]
-    return [*args, "--lora-modules", *(f"{adapter.name}={adapter.path}" for adapter in model.adapters)]
+    # As JSON: vLLM takes a word with a comma for nothing else, and a path may hold one.
+    modules = [json.dumps({"name": adapter.name, "path": adapter.path}) for adapter in model.adapters]
+    return [*args, "--lora-modules", *modules]
 
 
 def _build_retention(resolved: Resolved) -> dict[str, Any]:

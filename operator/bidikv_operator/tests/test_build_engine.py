@@ -80,7 +80,8 @@ def test_adapters(count: int, batch: str, cpu: str | None) -> None:
     assert cpu is None or value_of(args, "--max-cpu-loras") == cpu
     assert value_of(args, "--max-lora-rank") == "64"
     first = args.index("--lora-modules") + 1
-    assert args[first : first + count] == [f"a{index}=/adapters/{index}" for index in range(count)]
+    modules = [json.loads(word) for word in args[first : first + count]]
+    assert modules == [{"name": f"a{index}", "path": f"/adapters/{index}"} for index in range(count)]
     assert args[first + count].startswith("--")
 
 
