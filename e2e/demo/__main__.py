@@ -65,7 +65,7 @@ def wait_until_ready(kubectl: Kubectl, what: str, seen: dict[str, str] | None = 
         if time.monotonic() - started > READY_SECONDS:
             raise SystemExit(
                 f"not ready after {READY_SECONDS} s; look with `kubectl describe bidikv {NAME} -n {NAMESPACE}` and "
-                f"`kubectl logs -n {NAMESPACE} deployment/{NAME}-prefill`"
+                f"`kubectl logs -n {NAMESPACE} --selector {names.LABEL_ROLE}={names.PREFILL}`"
             )
         if time.monotonic() - beat > 15:
             beat = time.monotonic()

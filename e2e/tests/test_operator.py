@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from bidikv_operator.rollout.revision import compute_identity
 from e2e.cluster.paths import find_external_kubeconfig, find_paths
 from e2e.install import image_references
 from e2e.kubectl import Kubectl, Manifest, eventually
@@ -23,23 +24,11 @@ from e2e.operator_process import OperatorProcess
 pytestmark = pytest.mark.cluster
 
 WAIT = 60.0
-CHILDREN = "serviceaccounts,roles,rolebindings,configmaps,services,deployments,poddisruptionbudgets"
+CHILDREN = (
+    "serviceaccounts,roles,rolebindings,configmaps,services,networkpolicies,controllerrevisions,deployments,"
+    "poddisruptionbudgets"
+)
 NOWHERE: Manifest = {"spec": {"nodeSelector": {"example.com/nowhere": "true"}}}
-EXPECTED = {
-    "ConfigMap/chat-router-config",
-    "Deployment/chat-decode",
-    "Deployment/chat-prefill",
-    "Deployment/chat-router",
-    "PodDisruptionBudget/chat-prefill",
-    "PodDisruptionBudget/chat-router",
-    "Role/chat-router",
-    "RoleBinding/chat-router",
-    "Service/chat",
-    "Service/chat-decode",
-    "Service/chat-prefill",
-    "ServiceAccount/chat-engine",
-    "ServiceAccount/chat-router",
-}
 
 
 def make_resource(**changes: Any) -> Manifest:
@@ -59,6 +48,30 @@ def make_resource(**changes: Any) -> Manifest:
     }
 
 
+IDENTITY = compute_identity(make_resource()["spec"])
+PREFILL = f"chat-prefill-{IDENTITY.group}"
+DECODE = f"chat-decode-{IDENTITY.group}"
+EXPECTED = {
+    "ConfigMap/chat-router-config",
+    f"ControllerRevision/chat-decode-{IDENTITY.decode_input}",
+    f"ControllerRevision/chat-prefill-{IDENTITY.prefill_input}",
+    f"Deployment/{DECODE}",
+    f"Deployment/{PREFILL}",
+    "Deployment/chat-router",
+    "NetworkPolicy/chat-engine",
+    "NetworkPolicy/chat-router",
+    "PodDisruptionBudget/chat-prefill",
+    "PodDisruptionBudget/chat-router",
+    "Role/chat-router",
+    "RoleBinding/chat-router",
+    "Service/chat",
+    "Service/chat-decode",
+    "Service/chat-prefill",
+    "ServiceAccount/chat-engine",
+    "ServiceAccount/chat-router",
+}
+
+
 @dataclass
 class World:
     """A namespace with the CRD, and operators started for it."""
@@ -76,6 +89,11 @@ class World:
     def children(self) -> dict[str, Manifest]:
         found = self.kubectl.find(CHILDREN, "serving.bidikv.io/owner=chat")
         return {f"{item['kind']}/{item['metadata']['name']}": item for item in found}
+
+    def has_exactly(self, expected: set[str]) -> bool:
+        """Revisions of earlier specs are kept for a while."""
+        found = set(self.children())
+        return expected <= found and all(name.startswith("ControllerRevision/") for name in found - expected)
 
     def child(self, name: str) -> Manifest:
         kind, _, rest = name.partition("/")
@@ -100,7 +118,7 @@ class World:
 
     def wait_until_settled(self) -> None:
         """All children exist and the status tells the lasting reason: no node."""
-        eventually(lambda: set(self.children()) == EXPECTED, "all children", WAIT)
+        eventually(lambda: self.has_exactly(EXPECTED), "all children", WAIT)
         for name in ("PrefillReady", "DecodeReady", "RouterReady"):
             self.wait_for_condition(name, "False", "Unschedulable")
 
@@ -182,12 +200,15 @@ def test_creates_all_children_and_says_what_is_missing(world: World) -> None:
         "PrefillReady",
         "DecodeReady",
         "RouterReady",
+        "TransportVerified",
+        "Scaling",
         "Progressing",
+        "Degraded",
         "Ready",
     ]
     assert world.condition("Accepted")["status"] == "True"
     prefill = world.condition("PrefillReady")
-    assert prefill["message"].startswith("0 of 2 prefill pods are ready: a pod cannot be scheduled: 0/")
+    assert prefill["message"].startswith("0 of 2 prefill pods are ready; no node takes a pod; of ")
     assert world.condition("Ready")["status"] == "False"
     assert world.condition("Progressing")["status"] == "True"
     assert status["endpoint"] == f"http://chat.{world.kubectl.namespace}.svc:8000/v1"
@@ -239,17 +260,17 @@ def test_repairs_what_others_change(world: World) -> None:
     eventually(lambda: world.kubectl.get("service", "chat"), "the Service to come back", WAIT)
     assert world.child("Service/chat")["metadata"]["uid"] != before
 
-    world.kubectl.run("set", "image", "deployment/chat-decode", "engine=other.example/x:v9")
-    world.kubectl.run("scale", "deployment/chat-prefill", "--replicas=5")
+    world.kubectl.run("set", "image", f"deployment/{DECODE}", "engine=other.example/x:v9")
+    world.kubectl.run("scale", f"deployment/{PREFILL}", "--replicas=5")
     world.kubectl.run("label", "configmap", "chat-router-config", "serving.bidikv.io/owner-")
     world.kubectl.run("patch", "role", "chat-router", "--type=json", "-p", '[{"op":"remove","path":"/rules"}]')
 
     def repaired() -> bool:
-        containers = world.child("Deployment/chat-decode")["spec"]["template"]["spec"]["containers"]
+        containers = world.child(f"Deployment/{DECODE}")["spec"]["template"]["spec"]["containers"]
         labels = world.child("ConfigMap/chat-router-config")["metadata"]["labels"]
         return (
             containers[0]["image"] == "engine.example/none:v1"
-            and world.child("Deployment/chat-prefill")["spec"]["replicas"] == 2
+            and world.child(f"Deployment/{PREFILL}")["spec"]["replicas"] == 2
             and labels.get("serving.bidikv.io/owner") == "chat"
             and bool(world.child("Role/chat-router").get("rules"))
         )
@@ -271,16 +292,18 @@ def test_changes_of_the_resource_are_carried_out(world: World) -> None:
         kvReuse={"mode": "OneWay"}, prefill={"replicas": 1, "gpusPerPod": 0, "podTemplate": NOWHERE}
     )
     world.kubectl.apply(changed)
-    # One pod of a role needs no budget any more.
-    eventually(
-        lambda: set(world.children()) == EXPECTED - {"PodDisruptionBudget/chat-prefill"}, "the orphan to go", WAIT
-    )
+    # One pod of a role needs no budget any more; what the templates are built from has changed, the group has not.
+    identity = compute_identity(changed["spec"])
+    assert identity.group == IDENTITY.group
+    now = {f"ControllerRevision/chat-{role}-{identity.input_of(role)}" for role in ("prefill", "decode")}
+    expected = (EXPECTED | now) - {"PodDisruptionBudget/chat-prefill"}
+    eventually(lambda: world.has_exactly(expected), "the orphan to go", WAIT)
     config = json.loads(world.child("ConfigMap/chat-router-config")["data"]["router.json"])
     assert config["reuse"] == "OneWay"
     second = world.child("Deployment/chat-router")["spec"]["template"]["metadata"]["annotations"]
     assert first != second, "the router rolls"
     world.kubectl.run("scale", "bidikvinference", "chat", "--replicas=3")
-    eventually(lambda: world.child("Deployment/chat-decode")["spec"]["replicas"] == 3, "the scale of decode", WAIT)
+    eventually(lambda: world.child(f"Deployment/{DECODE}")["spec"]["replicas"] == 3, "the scale of decode", WAIT)
     eventually(
         lambda: (world.kubectl.get("bidikvinference", "chat") or {})["status"]["decode"]["replicas"] == 3,
         "counts",
@@ -311,7 +334,7 @@ def test_what_the_api_server_refuses_is_told(world: World) -> None:
     world.kubectl.apply(make_resource(decode={"gpusPerPod": 0, "podTemplate": broken}))
     world.operator()
     progressing = world.wait_for_condition("Progressing", "False", "ApplyFailed")
-    assert "Deployment chat-decode" in progressing["message"]
+    assert f"Deployment {DECODE}" in progressing["message"]
     assert "volumeMounts" in progressing["message"]
     assert "Deployment/chat-router" in world.children(), "the others are in place"
     unknown = {"spec": {"noSuchField": 1}}
@@ -364,8 +387,8 @@ def test_image_troubles_are_told(world: World) -> None:
     world.operator()
     decode = world.wait_for_condition("DecodeReady", "False", "ImagePullFailed")
     assert decode["message"] == (
-        "0 of 1 decode pod is ready: image engine.example/none:v1 of container engine cannot be pulled; check its name "
-        "and spec.imagePullSecrets"
+        "0 of 1 decode pod is ready; image engine.example/none:v1 of container engine is not on the node and "
+        "spec.imagePullPolicy is Never; load it there or allow pulling"
     )
 
 

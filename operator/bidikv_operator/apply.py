@@ -8,6 +8,7 @@ taken over, one that is being deleted is waited for, and a set of engines that h
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
@@ -16,7 +17,7 @@ from bidikv_operator import names
 from bidikv_operator.build import Desired
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
 from bidikv_operator.drift import LastApplied, is_unchanged, mark_applied, record_applied
-from bidikv_operator.kinds import POD, Kind
+from bidikv_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, LEADER_WORKER_SET, POD, Kind
 from bidikv_operator.kube import ApiError, ConflictError, NotFoundError, TransientError
 from bidikv_operator.rollout.scale import PodCost, Scaling
 from bidikv_operator.state import Applied, Failure, Observed
@@ -59,6 +60,22 @@ def choose_ownership(live: Object, owner: Object) -> Ownership:
     return "previous" if is_same_name else "foreign"
 
 
+def _is_due(kind: Kind, manifest: Object, children: Mapping[ChildRef, Object]) -> bool:
+    """Whether an object should be written now: a template is kept once a set of engines with it was accepted."""
+    if kind != CONTROLLER_REVISION:
+        return True
+    return any(
+        _find_input(child) == _find_input(manifest)
+        for ref, child in children.items()
+        if ref.kind in (DEPLOYMENT, LEADER_WORKER_SET)
+    )
+
+
+def _find_input(obj: Object) -> str | None:
+    found: str | None = (obj["metadata"].get("annotations") or {}).get(names.ANNOTATION_INPUT)
+    return found
+
+
 @dataclass
 class Applier:
     """Remembers what it applied, per resource, until told to forget."""
@@ -95,7 +112,7 @@ class Applier:
         for kind, manifest in desired:
             ref = ChildRef(kind, manifest["metadata"]["name"])
             wanted.add(ref)
-            if kind in observed.missing_kinds:
+            if kind in observed.missing_kinds or not _is_due(kind, manifest, children):
                 continue
             try:
                 outcome = await self._apply_child(ref, mark_applied(manifest), children.get(ref), owner, memory)

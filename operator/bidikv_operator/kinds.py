@@ -68,8 +68,8 @@ CHILD_KINDS: Final = (
     CONFIG_MAP,
     SERVICE,
     NETWORK_POLICY,
-    CONTROLLER_REVISION,
     DEPLOYMENT,
+    CONTROLLER_REVISION,
     POD_DISRUPTION_BUDGET,
 )
 """In the order of writing: identity and configuration exist before the pods that mount them."""

@@ -63,7 +63,8 @@ class Desired:
     """Children that stay as they are, if they exist: revisions to go back to, claims that earlier engines name."""
 
     def __iter__(self) -> Iterator[tuple[Kind, Manifest]]:
-        """In the order of writing: a pod's account, configuration and Service exist before the pod."""
+        """In the order of writing: a pod's account, configuration and Service exist before the pod, and a template has
+        been accepted before it is kept."""
         for kind, manifests in (
             (SERVICE_ACCOUNT, self.service_accounts),
             (ROLE, self.roles),
@@ -72,9 +73,9 @@ class Desired:
             (SERVICE, self.services),
             (NETWORK_POLICY, self.network_policies),
             (RESOURCE_CLAIM_TEMPLATE, self.claim_templates),
-            (CONTROLLER_REVISION, self.revisions),
             (DEPLOYMENT, self.deployments),
             (LEADER_WORKER_SET, self.leader_worker_sets),
+            (CONTROLLER_REVISION, self.revisions),
             (POD_DISRUPTION_BUDGET, self.disruption_budgets),
             (POD_MONITOR, self.pod_monitors),
         ):

@@ -2,7 +2,9 @@
 
 A revision is named by its role and the hash of what its template was built from (``rollout/revision.py``). Where one
 exists for what the spec says now, its template is used; what the builders would make today is not looked at. The API
-server refuses to change the data of a ControllerRevision, so a revision is what it was when it was first needed.
+server refuses to change the data of a ControllerRevision, so a revision is what it was when it was first needed. It is
+written only once the API server has accepted the template (``apply.py``): one that it refuses must not outlive the
+operator that built it.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ def build_controller_revision(
     ref = _find_revision(resolved, role)
     stored = children.get(ref)
     revision = build_object(CONTROLLER_REVISION, resolved, ref.name, role)
+    revision["metadata"]["annotations"] = {names.ANNOTATION_INPUT: resolved.identity.input_of(role)}
     revision["data"] = {"template": templates.engine}
     if templates.worker is not None:
         revision["data"]["workerTemplate"] = templates.worker

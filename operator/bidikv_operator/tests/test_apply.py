@@ -12,8 +12,8 @@ from bidikv_operator import names
 from bidikv_operator.apply import Applier, choose_ownership
 from bidikv_operator.build import Desired, build_all
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
-from bidikv_operator.kinds import DEPLOYMENT, POD_DISRUPTION_BUDGET, ROLE, SERVICE, Kind
-from bidikv_operator.kube import ConflictError, ForbiddenError, TransientError
+from bidikv_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, POD_DISRUPTION_BUDGET, ROLE, SERVICE, Kind
+from bidikv_operator.kube import ConflictError, ForbiddenError, InvalidError, TransientError
 from bidikv_operator.observe import observe
 from bidikv_operator.rollout.scale import Scaling, plan_scaling
 from bidikv_operator.state import Applied, Observed
@@ -208,6 +208,17 @@ async def test_a_refused_child_does_not_stop_the_others(world: World) -> None:
     assert ChildRef(DEPLOYMENT, "chat-router") in applied.children
     world.kube.refuse = lambda verb, kind, name: None
     assert not (await world.apply()).failures
+
+
+async def test_a_template_is_kept_only_once_it_was_accepted(world: World) -> None:
+    world.kube.refuse = lambda verb, kind, name: InvalidError("bad") if (kind, name) == (DEPLOYMENT, PREFILL) else None
+    await world.apply()
+    revisions = {ref.name for _, ref in world.kube.objects if ref.kind == CONTROLLER_REVISION}
+    assert [name.rsplit("-", 1)[0] for name in revisions] == ["chat-decode"]
+    world.kube.refuse = lambda verb, kind, name: None
+    await world.apply()
+    revisions = {ref.name for _, ref in world.kube.objects if ref.kind == CONTROLLER_REVISION}
+    assert sorted(name.rsplit("-", 1)[0] for name in revisions) == ["chat-decode", "chat-prefill"]
 
 
 async def test_an_absent_api_server_stops_the_pass(world: World) -> None:
