@@ -5,8 +5,9 @@ relists, and what was deleted meanwhile gets no event), a write's answer is know
 and kopf's barrier for them costs the square of the number of objects at start (4200 objects: over 20 CPU seconds, not
 done).
 
-Objects are kept packed: a Deployment takes 30 kB as Python's dicts and 1 kB as compressed JSON, and 1,000 resources have
-3,000 of them. Unpacking costs 30 us, and only who looks pays.
+Objects are kept packed: a Deployment takes 30 kB as Python's dicts and 2 kB as compressed JSON, and 1,000 resources
+have 3,000 of them. The first object of a kind is the dictionary of the others, which makes them five times smaller
+again (16,000 children: 697 B to 146 B each). Unpacking costs 20 to 50 us, and only who looks pays.
 
 Invariants: of two versions of an object the newer stays (resource versions are ordered within a kind), and what was
 deleted does not come back by a list or an answer from before its deletion; an object is filed under one owner only;
@@ -15,6 +16,7 @@ nothing here is shared with callers for mutation.
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -58,10 +60,9 @@ class ChildRef:
 def owner_key(kind: Kind, obj: Mapping[str, Any]) -> Key | None:
     """The resource that an object belongs to by its label (itself for the resource), or None."""
     metadata = obj["metadata"]
-    if kind == INFERENCE:
-        return Key(metadata["namespace"], metadata["name"])
-    owner = (metadata.get("labels") or {}).get(names.LABEL_OWNER)
-    return Key(metadata["namespace"], owner) if owner else None
+    owner = metadata["name"] if kind == INFERENCE else (metadata.get("labels") or {}).get(names.LABEL_OWNER)
+    # Interned: the twenty objects of a resource name the same two strings.
+    return Key(sys.intern(metadata["namespace"]), sys.intern(owner)) if owner else None
 
 
 def trim(kind: Kind, obj: Mapping[str, Any]) -> Object:
@@ -90,14 +91,25 @@ class _Filed:
     uid: str | None
     packed: bytes
 
-    def unpack(self) -> Object:
-        obj: Object = msgspec.json.decode(zlib.decompress(self.packed))
+
+class _Packer:
+    """Objects of one kind to compressed JSON and back."""
+
+    def __init__(self) -> None:
+        self._dictionary: bytes | None = None
+        """JSON of the first object. It stays, as whatever was packed needs it."""
+
+    def pack(self, obj: Object) -> bytes:
+        text = msgspec.json.encode(obj)
+        if self._dictionary is None:
+            self._dictionary = text
+        packer = zlib.compressobj(PACKING_LEVEL, zdict=self._dictionary)
+        return packer.compress(text) + packer.flush()
+
+    def unpack(self, packed: bytes) -> Object:
+        assert self._dictionary is not None, "nothing was packed"
+        obj: Object = msgspec.json.decode(zlib.decompressobj(zdict=self._dictionary).decompress(packed))
         return obj
-
-
-def _pack(kind: Kind, obj: Mapping[str, Any]) -> _Filed:
-    packed = zlib.compress(msgspec.json.encode(trim(kind, obj)), PACKING_LEVEL)
-    return _Filed(version_of(obj), obj["metadata"].get("uid"), packed)
 
 
 class ObjectCache:
@@ -105,6 +117,7 @@ class ObjectCache:
 
     def __init__(self) -> None:
         self._objects: dict[Key, dict[ChildRef, _Filed]] = defaultdict(dict)
+        self._packers: dict[Kind, _Packer] = defaultdict(_Packer)
         self._owners: dict[tuple[str, ChildRef], Key] = {}
         self._deleted: dict[tuple[str, ChildRef], int] = {}
         """Version of each deletion since the last ``correct`` of its kind, which forgets them."""
@@ -112,7 +125,7 @@ class ObjectCache:
     def put(self, kind: Kind, obj: Mapping[str, Any]) -> Key | None:
         """File an object as watched or as answered to a write. Returns its owner."""
         ref, key = ChildRef(kind, obj["metadata"]["name"]), owner_key(kind, obj)
-        namespace = obj["metadata"]["namespace"]
+        namespace = sys.intern(obj["metadata"]["namespace"])
         previous = self._owners.get((namespace, ref))
         if self._is_outlived((namespace, ref), obj):
             return key
@@ -123,7 +136,8 @@ class ObjectCache:
                 self._remove(namespace, ref)
         if key is None:
             return None
-        self._objects[key][ref] = _pack(kind, obj)
+        packed = self._packers[kind].pack(trim(kind, obj))
+        self._objects[key][ref] = _Filed(version_of(obj), obj["metadata"].get("uid"), packed)
         self._owners[namespace, ref] = key
         return key
 
@@ -146,15 +160,20 @@ class ObjectCache:
 
     def resource(self, key: Key) -> Object | None:
         filed = self._objects.get(key, {}).get(ChildRef(INFERENCE, key.name))
-        return filed.unpack() if filed is not None else None
+        return self._packers[INFERENCE].unpack(filed.packed) if filed is not None else None
 
     def children(self, key: Key) -> dict[ChildRef, Object]:
         """Children proper: neither the resource nor pods."""
         found = self._objects.get(key, {})
-        return {ref: filed.unpack() for ref, filed in found.items() if ref.kind not in (INFERENCE, POD)}
+        return {
+            ref: self._packers[ref.kind].unpack(filed.packed)
+            for ref, filed in found.items()
+            if ref.kind not in (INFERENCE, POD)
+        }
 
     def pods(self, key: Key) -> tuple[Object, ...]:
-        return tuple(filed.unpack() for ref, filed in self._objects.get(key, {}).items() if ref.kind == POD)
+        found = self._objects.get(key, {})
+        return tuple(self._packers[POD].unpack(filed.packed) for ref, filed in found.items() if ref.kind == POD)
 
     def keys(self) -> list[Key]:
         """Everything that may need work: resources, and owners of which only children are left."""

@@ -55,8 +55,8 @@ def _run(plan: Plan, folder: Path, output: Path, *, with_baseline: bool) -> None
     baseline: Baseline | None = None
     with guardian() as guard:
         if with_baseline:
-            with run_control_plane(folder / "baseline", guard) as control_plane:
-                baseline = asyncio.run(measure_baseline(control_plane, plan))
+            with run_control_plane(folder / "baseline", guard, audit_bodies=True) as control_plane:
+                baseline = asyncio.run(measure_baseline(control_plane, plan, folder, kubectl))
         with run_control_plane(folder / "control-plane", guard) as control_plane:
             run = asyncio.run(measure_operator(control_plane, plan, folder, kubectl))
     result = build_result(plan, run, baseline, cores=os.cpu_count() or 0, load=observe_load())

@@ -63,11 +63,12 @@ def enter_network(arguments: Sequence[str]) -> None:
 
 
 @contextmanager
-def run_control_plane(folder: Path, guard: Guard, *flags: str) -> Iterator[ControlPlane]:
+def run_control_plane(folder: Path, guard: Guard, *flags: str, audit_bodies: bool = False) -> Iterator[ControlPlane]:
     """A fresh, empty control plane while the context lasts; ``guard`` ends it when this process is killed.
 
     Args:
         flags: further ones of the API server.
+        audit_bodies: whether the audit log holds what was sent, which costs.
 
     Raises:
         RuntimeError: a part did not become ready; the message names its log.
@@ -79,7 +80,7 @@ def run_control_plane(folder: Path, guard: Guard, *flags: str) -> Iterator[Contr
     accounts = folder / "accounts.key"
     accounts.write_bytes(_make_key())
     tokens.write_text(f'{token},bench,bench,"system:masters"\n')
-    policy.write_text(json.dumps(_build_audit_policy()))
+    policy.write_text(json.dumps(_build_audit_policy("Request" if audit_bodies else "Metadata")))
     kubeconfig.write_text(json.dumps(_build_kubeconfig(token, pki / "apiserver.crt")))
     for file in (tokens, kubeconfig, accounts):
         file.chmod(0o600)
@@ -143,12 +144,12 @@ def _make_key() -> bytes:
     )
 
 
-def _build_audit_policy() -> dict[str, object]:
+def _build_audit_policy(level: str) -> dict[str, object]:
     return {
         "apiVersion": "audit.k8s.io/v1",
         "kind": "Policy",
         "omitStages": ["RequestReceived"],
-        "rules": [{"level": "Metadata"}],
+        "rules": [{"level": level}],
     }
 
 

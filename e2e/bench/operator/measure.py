@@ -14,11 +14,21 @@ import yaml
 
 from bidikv_operator import names
 from bidikv_operator.kinds import CHILD_KINDS, DEPLOYMENT, INFERENCE
-from e2e.bench.operator.baseline import Write, record_writes, send_writes
+from e2e.bench.operator.baseline import collect_writes, retarget, send_writes
 from e2e.bench.operator.client import BenchError, Client, connect, do_all
 from e2e.bench.operator.control_plane import ControlPlane
 from e2e.bench.operator.observe import AuditLog, Call, Usage, observe_process
-from e2e.bench.operator.plan import RUNTIME_IMAGE, Change, Plan, build_namespaces, build_resource, plan_changes
+from e2e.bench.operator.plan import (
+    RUNTIME_IMAGE,
+    SAMPLES,
+    Change,
+    Plan,
+    build_namespaces,
+    build_resource,
+    build_sample,
+    get_number,
+    plan_changes,
+)
 from e2e.install import ROOT
 from e2e.kubectl import Kubectl
 from e2e.operator_process import OperatorProcess
@@ -99,13 +109,7 @@ class Stopwatch:
 
 async def measure_operator(control_plane: ControlPlane, plan: Plan, folder: Path, kubectl: str) -> Run:
     """All phases on a fresh control plane."""
-    operator = OperatorProcess(
-        Kubectl(kubectl, str(control_plane.kubeconfig), "default"),
-        identity="bench",
-        runtime_image=RUNTIME_IMAGE,
-        folder=folder,
-        settings={"BIDIKV_NAMESPACES": ""},
-    )
+    operator = _build_operator(control_plane, folder, kubectl, "bench")
     async with connect(control_plane) as client:
         await prepare(client, [build_resource(number) for number in range(plan.resources)])
         watch = Stopwatch(control_plane, lambda: operator.pid)
@@ -150,15 +154,39 @@ class Baseline:
     api_server_cpu_seconds: float
 
 
-async def measure_baseline(control_plane: ControlPlane, plan: Plan) -> Baseline:
-    """The same writes by a bare client, on a fresh control plane."""
+async def measure_baseline(control_plane: ControlPlane, plan: Plan, folder: Path, kubectl: str) -> Baseline:
+    """The same writes by a bare client, on a fresh control plane whose audit log holds bodies."""
+    operator = _build_operator(control_plane, folder, kubectl, "recorded")
     async with connect(control_plane) as client:
-        stored = await prepare(client, [build_resource(number) for number in range(plan.resources)])
-        writes: list[list[Write]] = [await record_writes(resource) for resource in stored]
+        samples = [build_sample(number) for number in range(SAMPLES)]
+        stored_samples = sorted(await prepare(client, samples), key=lambda sample: str(sample["metadata"]["name"]))
+        try:
+            await asyncio.to_thread(operator.start)
+            await _wait_until_idle(operator, least_runs=SAMPLES)
+            await asyncio.to_thread(operator.terminate)
+        finally:
+            operator.kill()
+        with control_plane.audit_log.open("rb") as lines:
+            recorded = collect_writes(lines)
+        resources = await _create(client, [build_resource(number) for number in range(plan.resources)])
+        writes = []
+        for resource in resources:
+            sample = stored_samples[get_number(resource) % SAMPLES]["metadata"]
+            writes.append(retarget(recorded[sample["namespace"]], sample, resource["metadata"]))
         before = observe_process(control_plane.api_server).cpu_seconds
         seconds = await send_writes(client, writes)
         used = observe_process(control_plane.api_server).cpu_seconds - before
         return Baseline(seconds, sum(map(len, writes)), used)
+
+
+def _build_operator(control_plane: ControlPlane, folder: Path, kubectl: str, identity: str) -> OperatorProcess:
+    return OperatorProcess(
+        Kubectl(kubectl, str(control_plane.kubeconfig), "default"),
+        identity=identity,
+        runtime_image=RUNTIME_IMAGE,
+        folder=folder,
+        settings={"BIDIKV_NAMESPACES": ""},
+    )
 
 
 async def prepare(client: Client, resources: Sequence[Object]) -> list[Object]:
@@ -167,9 +195,13 @@ async def prepare(client: Client, resources: Sequence[Object]) -> list[Object]:
     path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{names.CRD_NAME}"
     await client.apply(path, json.dumps(definition).encode())
     await _wait_until_served(client)
-    for name in build_namespaces():
+    for name in sorted({*build_namespaces(), *(resource["metadata"]["namespace"] for resource in resources)}):
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
         await client.apply(f"/api/v1/namespaces/{name}", json.dumps(body).encode())
+    return await _create(client, resources)
+
+
+async def _create(client: Client, resources: Sequence[Object]) -> list[Object]:
     stored: list[Object] = []
 
     async def create(resource: Object) -> None:

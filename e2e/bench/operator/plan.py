@@ -14,6 +14,8 @@ Object = dict[str, Any]
 NAMESPACES: Final = 10
 RUNTIME_IMAGE: Final = "registry.example/bidikv/runtime:bench"
 SEED: Final = 1
+SAMPLES: Final = 2
+"""Different specs among the resources."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def build_resource(number: int) -> Object:
             "maxLength": 32768,
         },
         "image": "vllm/vllm-openai:v0.32.0",
-        "fabric": {"type": "EFA", "instanceType": "p5en.48xlarge"} if number % 2 else {"type": "TCP"},
+        "fabric": {"type": "EFA", "instanceType": "p5en.48xlarge"} if number % SAMPLES else {"type": "TCP"},
         "kvReuse": {"mode": "Bidirectional"},
         "prefill": {"replicas": 2, "tensorParallelSize": 4, "extraArgs": ["--max-num-batched-tokens", "8192"]},
         "decode": {
@@ -58,6 +60,17 @@ def build_resource(number: int) -> Object:
         "metadata": {"name": name, "namespace": namespaces[number % len(namespaces)]},
         "spec": spec,
     }
+
+
+def get_number(resource: Object) -> int:
+    """That from which ``build_resource`` made it."""
+    return int(resource["metadata"]["name"].rpartition("-")[2])
+
+
+def build_sample(number: int) -> Object:
+    """Like the resource of that number, under a name and in a namespace that occur nowhere else."""
+    resource = build_resource(number)
+    return {**resource, "metadata": {"name": f"sample-{number:04d}", "namespace": f"samples-{number}"}}
 
 
 @dataclass(frozen=True)
