@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes.utils.quantity import parse_quantity
 
+from bidikv_operator.api.crd import build_crd
 from bidikv_operator.resolved import (
     Resolved,
     ResolvedAdapter,
@@ -32,6 +33,7 @@ from bidikv_operator.validate.labels import is_label_key
 from bidikv_operator.validate.quantity import canonical_cpu, canonical_memory
 
 Object = dict[str, Any]
+SPEC = build_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 
 FULL: Object = {
     "model": {
@@ -262,6 +264,46 @@ def test_every_value_differs_from_its_default(full: Resolved) -> None:
         *(f".decode.scheduling.{name}" for name in ("scheduler_name", "topology_key")),
         *(f".router.scheduling.{name}" for name in ("node_selector", "tolerations", "priority_class_name")),
         ".router.scheduling.topology_key",
+    }
+
+
+def said_defaults(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Fields whose description ends a clause with a number or word ``when unset``."""
+    for name, child in node.get("properties", {}).items():
+        said = re.search(r"(\w+)(?: MiB)? when unset", child.get("description", ""))
+        if said:
+            yield f"{path}{name}", said[1]
+        yield from said_defaults(child, f"{path}{name}.")
+
+
+def test_what_descriptions_say_of_unset_fields_is_so() -> None:
+    """The numbers; ``router.limits`` and ``kvReuse.retention`` are the router's and connector's own."""
+    resolved = resolve(make_resource(fabric={"type": "EFA", "interfacesPerPod": 1}, autoscaling={"mode": "External"}))
+    said = {path: int(word) for path, word in said_defaults(SPEC) if word.isdigit()}
+    own = {path for path in said if path.startswith(("router.limits.", "kvReuse.retention."))}
+    engines = {
+        f"{role}.{name}": value
+        for role, engine in (("prefill", resolved.prefill), ("decode", resolved.decode))
+        for name, value in (
+            ("replicas", engine.replicas),
+            ("tensorParallelSize", engine.tensor_parallel_size),
+            ("dataParallelSize", engine.data_parallel_size),
+            ("nodesPerReplica", engine.nodes),
+        )
+    }
+    assert {path: value for path, value in said.items() if path not in own} == engines | {
+        "model.maxLoraRank": 16,  # vLLM's
+        "fabric.hugePagesMebibytes": resolved.fabric.huge_pages_mebibytes,
+        "router.replicas": resolved.router.replicas,
+        "router.localLimitTokens": resolved.router.local_limit_tokens,
+        "router.tracing.samplePercent": resolved.router.trace_percent,
+        "monitoring.intervalSeconds": resolved.monitoring.interval_seconds,
+        "updateStrategy.maxSurge": resolved.updates.max_surge,
+        "updateStrategy.maxUnavailable": resolved.updates.max_unavailable,
+        "updateStrategy.progressDeadlineSeconds": resolved.updates.progress_deadline_seconds,
+        "updateStrategy.drainSeconds": resolved.updates.drain_seconds,
+        "healing.maximumPerHour": resolved.healing.per_hour,
+        "healing.unreachableSeconds": resolved.healing.unreachable_seconds,
     }
 
 
