@@ -100,6 +100,7 @@ class Operator:
             self._tokens.token,
             period_seconds=settings.poll_seconds,
             on_refused=self._note_refusal,
+            on_poll=self._metrics.record_poll,
         )
         self._optional: frozenset[Kind] = frozenset()
         self._discovered = asyncio.Event()

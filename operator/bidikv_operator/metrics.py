@@ -36,6 +36,12 @@ class Metrics:
             "Objects that a resync found to differ from what the watches had told.",
             registry=self.registry,
         )
+        self.polls = Counter(
+            "bidikv_operator_engine_polls_total",
+            "Engines asked for their report, by result: answered, silent, refused, malformed.",
+            ["result"],
+            registry=self.registry,
+        )
         self.queue_depth = Gauge("bidikv_operator_queue_depth", "Resources that wait.", registry=self.registry)
         self.queue_failing = Gauge(
             "bidikv_operator_queue_failing", "Resources whose last reconcile failed.", registry=self.registry
@@ -58,6 +64,9 @@ class Metrics:
     def record_run(self, outcome: str, seconds: float) -> None:
         self.runs.labels(outcome).inc()
         self.run_seconds.observe(seconds)
+
+    def record_poll(self, result: str) -> None:
+        self.polls.labels(result).inc()
 
     def record_write(self, verb: str, kind: str) -> None:
         self.writes.labels(verb, kind).inc()

@@ -52,10 +52,20 @@ class EnginePoller:
         *,
         period_seconds: float,
         on_refused: Callable[[Key], None] = lambda key: None,
+        on_poll: Callable[[str], None] = lambda result: None,
     ) -> None:
-        """``on_refused`` is told of resources whose engines do not accept the token, once for each round."""
+        """
+        Args:
+            store: takes the answers.
+            cache: knows pods and resources.
+            enqueue: is told which resources to reconcile.
+            token: what a resource's engines accept.
+            period_seconds: of one round.
+            on_refused: is told of resources one of whose engines does not accept the token.
+            on_poll: is told how each question ended: ``answered``, or the fault.
+        """
         self._store, self._cache, self._enqueue, self._token = store, cache, enqueue, token
-        self._period, self._on_refused = period_seconds, on_refused
+        self._period, self._on_refused, self._on_poll = period_seconds, on_refused, on_poll
         self._places = asyncio.Semaphore(AT_ONCE)
         self._asking: set[Key] = set()
 
@@ -99,6 +109,7 @@ class EnginePoller:
     async def _ask(self, session: aiohttp.ClientSession, key: Key, target: Target, token: str | None) -> None:
         async with self._places:
             answer = await fetch_report(session, target, token)
+        self._on_poll("answered" if isinstance(answer, EngineReport) else answer)
         if answer == "refused":
             self._on_refused(key)
         self._store.take(key, target, answer)

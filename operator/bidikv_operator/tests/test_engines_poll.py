@@ -159,6 +159,7 @@ class Rig:
         self.store = FactStore(choose=engines.choose)
         self.named: list[Key] = []
         self.refused: list[Key] = []
+        self.results: list[str] = []
         self.poller = EnginePoller(
             self.store,
             self.cache,
@@ -166,6 +167,7 @@ class Rig:
             lambda key: f"token of {key}",
             period_seconds=0.05,
             on_refused=self.refused.append,
+            on_poll=self.results.append,
         )
 
     def add(self, name: str) -> Key:
@@ -204,6 +206,7 @@ async def test_resources_are_named_when_something_changed(rig: Rig) -> None:
     rig.engines.report = make_report(TransportReport("UCX", "tcp", read_bytes=1))
     await rig.until(lambda: len(rig.named) >= 4)
     assert set(rig.named[2:]) == keys
+    assert set(rig.results) == {"answered"}
 
 
 async def test_engines_that_refuse_are_told_of(rig: Rig) -> None:
@@ -211,6 +214,7 @@ async def test_engines_that_refuse_are_told_of(rig: Rig) -> None:
     rig.engines.answer = answer(401)
     await rig.until(lambda: len(rig.refused) >= 2)
     assert set(rig.refused) == {key}
+    assert set(rig.results) == {"refused"}
     assert [one.fault for one in rig.store.observe(key, rig.cache.pods(key))] == ["refused", "refused"]
 
 
