@@ -107,7 +107,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         queue_limit=source.whole("QUEUE_LIMIT", default=100_000, low=1, high=10_000_000),
         resync_seconds=source.whole("RESYNC_SECONDS", default=600, low=5, high=86_400),
         write_timeout_seconds=source.whole("WRITE_TIMEOUT_SECONDS", default=5, low=1, high=300),
-        poll_seconds=source.whole("POLL_SECONDS", default=15, low=1, high=3_600),
+        poll_seconds=source.whole("POLL_SECONDS", default=15, low=1, high=30),
         token_propagation_seconds=source.whole("TOKEN_PROPAGATION_SECONDS", default=180, low=1, high=86_400),
     )
     if not settings.retry_seconds < settings.renew_deadline_seconds < settings.lease_seconds:

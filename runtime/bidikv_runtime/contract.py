@@ -106,7 +106,7 @@ TOKEN_KEY: Final = "tokens"
 MINIMUM_TOKEN_LENGTH: Final = 16
 """In printable ASCII characters."""
 MAXIMUM_TOKENS: Final = 8
-"""In one file. A rotation needs two; each further one costs a pass over every message that the first ones do not fit."""
+"""In one file. A rotation needs two; each further one costs a pass over messages that the first ones do not fit."""
 DRAIN_MODULE: Final = "bidikv_runtime.drain"
 """``python3 -m``: what an engine's preStop hook runs; returns when nothing would be lost, or at its deadline."""
 
@@ -115,6 +115,8 @@ REPORT_PATH: Final = "/report"
 """On ``STATE_PORT``: ``GET /report?epoch=<epoch>&since=<sequence>`` gives an ``EngineReport`` as JSON, with the
 sessions that changed after ``since`` (all of them when the epoch is another or missing); ``&sessions=0`` leaves them
 out. It wants a token if there is a file."""
+REACH_SECONDS: Final = 90.0
+"""What an engine reports of its peers is no older. Of a silent one that requests name it asks again once a minute."""
 MAXIMUM_REPORTED_SESSIONS: Final = 4096
 """In one report: the most recently changed ones."""
 
@@ -183,10 +185,10 @@ class EngineReport:
     reused_tokens: int = 0
     """Of these, tokens whose KV was read from other engines."""
     unreachable: tuple[str, ...] = ()
-    """Lookup addresses of peers that were asked within the last minutes, for at least half a minute, and never
-    answered or never could be read; longest unreachable first."""
+    """Lookup addresses of peers that were asked, lately within ``REACH_SECONDS`` and for at least half a minute, and
+    never answered or never could be read; longest unreachable first."""
     reached: tuple[str, ...] = ()
-    """Lookup addresses of peers that were asked within the last minutes, and whose last answer came."""
+    """Lookup addresses of peers that have answered within ``REACH_SECONDS``, the last question among them."""
     transport: TransportReport | None = None
     """None before the workers have told."""
     version: int = 1

@@ -161,7 +161,10 @@ async def test_tcp_in_the_place_of_efa_is_told(tmp_path: Path, token_file: Path)
             assert (view.transport.status, view.transport.reason) == ("False", "FellBackToTCP")
 
 
-async def test_an_engine_that_no_peer_reaches_is_found_and_found_well_again(tmp_path: Path, token_file: Path) -> None:
+async def test_an_engine_that_no_peer_reaches_is_found_and_found_well_again(
+    tmp_path: Path, token_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bidikv_operator.engines.facts.REACH_SECONDS", 1.0)  # there was no earlier process
     settings = {"bidikv_silent_period_seconds": 0.5, "bidikv_silent_period_maximum_seconds": 2}
     engines = {name: make_engine(name, tmp_path, token_file, settings=settings) for name in ("p", "d1", "d2")}
     with running(*engines.values()):

@@ -21,7 +21,7 @@ from bidikv_operator.resolved import Resolved, ResolvedFabric
 from bidikv_operator.state import EngineFacts, Fault
 from bidikv_operator.status.reuse import compute_reuse
 from bidikv_operator.status.transport import compute_transport, compute_transport_facts, find_condition
-from bidikv_runtime.contract import EngineReport
+from bidikv_runtime.contract import REACH_SECONDS, EngineReport
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ def build_expectation(resolved: Resolved) -> Expectation:
 @dataclass
 class _Engine:
     first_asked: float
+    began: float
+    """When the present process was first seen."""
     report: EngineReport | None = None
     reported: float = 0.0
     fault: Fault | None = None
@@ -108,8 +110,10 @@ class FactStore:
         if known is None:
             return  # deleted meanwhile
         now = self._clock()
-        engine = known.engines.setdefault((target.uid, target.rank), _Engine(now))
+        engine = known.engines.setdefault((target.uid, target.rank), _Engine(now, now))
         if isinstance(answer, EngineReport):
+            if engine.report is not None and engine.report.epoch != answer.epoch:
+                engine.began = now
             engine.report, engine.reported, engine.fault = answer, now, None
         else:
             engine.fault = answer
@@ -140,7 +144,8 @@ class FactStore:
             engine = known.engines.get((target.uid, target.rank))
             if engine is None:
                 continue
-            if target.address not in unreachable:
+            # Peers may still tell of an earlier process at this address for as long.
+            if target.address not in unreachable or now - engine.began < REACH_SECONDS:
                 engine.unreachable_since = None
             elif engine.unreachable_since is None:
                 engine.unreachable_since = now

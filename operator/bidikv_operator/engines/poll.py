@@ -1,7 +1,7 @@
 """Asks every engine for its report, about four times a minute, and names the resources of which something changed.
 
 Only the leader asks. The work is spread evenly over each round and bounded: so many engines at a time, so many bytes
-and seconds each, and a round takes longer when there are more engines than ``RATE`` allows. An engine that cannot be
+and seconds each, and a round takes somewhat longer when there are many engines. An engine that cannot be
 asked is no event: its last report stays, with its age.
 """
 
@@ -19,6 +19,7 @@ import msgspec
 
 from bidikv_operator.cache import Key, ObjectCache
 from bidikv_operator.engines.facts import FactStore
+from bidikv_operator.engines.reach import STALE_SECONDS
 from bidikv_operator.engines.targets import Target
 from bidikv_operator.state import Fault
 from bidikv_runtime.contract import REPORT_PATH, EngineReport
@@ -29,7 +30,8 @@ TIMEOUT_SECONDS: Final = 2.0
 AT_ONCE: Final = 32
 """Engines asked at the same time. If none answered, 1,000 engines would take a minute."""
 RATE: Final = 100.0
-"""Engines a second, at most."""
+"""Engines a second, unless a round would take longer than ``LONGEST_ROUND_SECONDS``."""
+LONGEST_ROUND_SECONDS: Final = STALE_SECONDS / 3
 TICK_SECONDS: Final = 0.25
 """Between two batches of a round: a wake-up for each resource would cost more than the questions."""
 JITTER: Final = 0.1
@@ -80,7 +82,7 @@ class EnginePoller:
             while True:
                 keys = self._store.keys()
                 seconds = self._period * random.uniform(1 - JITTER, 1 + JITTER)
-                seconds = max(seconds, self._store.count() / RATE)
+                seconds = max(seconds, min(self._store.count() / RATE, LONGEST_ROUND_SECONDS))
                 size = max(1, math.ceil(len(keys) * TICK_SECONDS / seconds))
                 batches = [keys[start : start + size] for start in range(0, len(keys), size)] or [()]
                 for batch in batches:

@@ -12,7 +12,7 @@ from typing import Final
 from bidikv_operator.state import EngineFacts
 
 STALE_SECONDS: Final = 90.0
-"""An older report says nothing about now: six polls have failed since."""
+"""An older report says nothing about now: several polls have failed since."""
 GRACE_SECONDS: Final = 60.0
 """An engine that was first asked less long ago may still be busy with its start."""
 

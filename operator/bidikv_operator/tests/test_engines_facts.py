@@ -15,7 +15,7 @@ from bidikv_operator.resolved import ResolvedFabric
 from bidikv_operator.state import Fault
 from bidikv_operator.tests.engine_samples import make_pod, make_report
 from bidikv_operator.tests.samples import make_resource, resolve
-from bidikv_runtime.contract import EngineReport, TransportReport
+from bidikv_runtime.contract import REACH_SECONDS, EngineReport, TransportReport
 
 Object = dict[str, Any]
 KEY = Key("team", "chat")
@@ -136,6 +136,7 @@ def test_engines_that_never_answer_are_news_when_it_is_no_longer_too_early(rig: 
 def test_a_peer_is_late_after_as_long_as_the_resource_says(rig: Rig) -> None:
     accuse = make_report(MOVED, unreachable=("10.0.0.2:5700",))
     rig.poll()
+    rig.now += REACH_SECONDS
     assert not rig.poll(p=accuse)
     rig.now += 59
     assert not rig.poll(p=accuse)
@@ -147,6 +148,34 @@ def test_a_peer_is_late_after_as_long_as_the_resource_says(rig: Rig) -> None:
     assert rig.poll(), "it is reached again"
     assert [one.unreachable_seconds for one in rig.store.observe(KEY, PODS)] == [0.0, 0.0]
     assert not rig.poll(p=accuse), "and the time begins anew"
+
+
+def test_what_peers_tell_of_an_earlier_process_does_not_count(rig: Rig) -> None:
+    accuse = make_report(MOVED, unreachable=("10.0.0.2:5700",))
+
+    def is_accused() -> bool:
+        return rig.store.observe(KEY, PODS)[0].unreachable_seconds > 0
+
+    rig.poll(p=accuse)
+    rig.now += REACH_SECONDS + 1
+    rig.poll(p=accuse)
+    rig.now += 1
+    assert is_accused()
+    rig.poll(d=make_report(MOVED, epoch="2"), p=accuse)
+    assert not is_accused(), "it has restarted in its pod"
+    rig.now += REACH_SECONDS - 1
+    rig.poll(d=make_report(MOVED, epoch="2"), p=accuse)
+    rig.now += 1
+    assert not is_accused()
+    rig.poll(d=make_report(MOVED, epoch="2"), p=accuse)
+    rig.now += 1
+    assert is_accused()
+    rig.pods = PODS[1:]
+    rig.poll(p=accuse)
+    rig.pods = PODS
+    rig.poll(p=accuse)
+    rig.now += 1
+    assert not is_accused(), "its container was down for a while"
 
 
 def test_the_expectation_is_the_resources() -> None:

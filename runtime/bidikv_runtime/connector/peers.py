@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Final
 
+from bidikv_runtime.contract import REACH_SECONDS
+
 MAXIMUM_PEERS: Final = 256
 REFUSAL_PERIOD: Final = 30.0
 """Seconds for which a source that refused is not asked: what differs ends with a restart of one of the two engines."""
 NEVER: Final = float("-inf")
 SILENT_SECONDS: Final = 30.0
 """A peer counts as unreachable when nothing has worked for so long: busy machines miss a deadline now and then."""
-RECENT_SECONDS: Final = 180.0
-"""Peers that were not asked within this are nobody's business: three times the longest period of silence."""
 
 
 @dataclass
@@ -54,14 +54,14 @@ class _Peer:
             (
                 first
                 for times, first, last in runs
-                if times >= 2 and last - first >= SILENT_SECONDS and now - last < RECENT_SECONDS
+                if times >= 2 and last - first >= SILENT_SECONDS and now - last < REACH_SECONDS
             ),
             default=None,
         )
 
     def is_reached(self, now: float) -> bool:
         """Whether it has answered recently, and since the last silence."""
-        return self.silences == 0 and now - self.answered < RECENT_SECONDS
+        return self.silences == 0 and now - self.answered < REACH_SECONDS
 
 
 class Peers:

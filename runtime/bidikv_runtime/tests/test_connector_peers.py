@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from bidikv_runtime.connector.peers import MAXIMUM_PEERS, RECENT_SECONDS, REFUSAL_PERIOD, SILENT_SECONDS, Peers
+from bidikv_runtime.connector.peers import MAXIMUM_PEERS, REFUSAL_PERIOD, SILENT_SECONDS, Peers
+from bidikv_runtime.contract import REACH_SECONDS
 
 S = "10.0.0.1:5700"
 
@@ -117,7 +118,7 @@ def test_a_peer_is_unreachable_when_nothing_has_worked_for_a_while() -> None:
     assert peers.judge(SILENT_SECONDS + 0.9) == ([], []), "not long enough"
     peers.note_silence(S, 60.0, 61.0)
     assert peers.judge(61.0) == ([S], [])
-    assert peers.judge(61.0 + RECENT_SECONDS) == ([], []), "nobody has asked it since"
+    assert peers.judge(61.0 + REACH_SECONDS) == ([], []), "nobody has asked it since"
     peers.note_answer(S, 62.0)
     assert peers.judge(62.0) == ([], [S])
 
