@@ -10,6 +10,7 @@ import http.client
 import json
 import ssl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -51,7 +52,6 @@ NOT_REQUESTED: Final[set[Right]] = {
     ("", "pods", "patch"),
 }
 """Rights that are needed without a request of their own, or for what this API server cannot have."""
-ELSEWHERE: Final = "elsewhere"
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Installed:
     """The administrator's, in the namespace that is served."""
     system: str
     """Namespace of the release."""
+    elsewhere: Kubectl
+    """The same in a namespace that the release does not name."""
     watched: str
     """Value of BIDIKV_NAMESPACES."""
     folder: Path = field(compare=False)
@@ -71,25 +73,33 @@ class Installed:
     def user(self) -> str:
         return f"system:serviceaccount:{self.system}:{RELEASE}"
 
-    def start(self) -> OperatorProcess:
+    @contextmanager
+    def run(self) -> Iterator[OperatorProcess]:
         settings = {
             "BIDIKV_NAMESPACES": self.watched,
             "BIDIKV_LEASE_NAMESPACE": self.system,
             "BIDIKV_LEASE_NAME": RELEASE,
         }
         account = self.server.log_in(RELEASE, self.system)
-        return OperatorProcess(account, "one", "runtime.example/none:v1", self.folder, settings).start()
+        operator = OperatorProcess(account, "one", "runtime.example/none:v1", self.folder, settings)
+        try:
+            yield operator.start()
+            assert operator.terminate() == 0, operator.log()
+        finally:
+            operator.kill()
 
     def requests(self) -> list[Request]:
         return [request for request in self.server.requests() if request.user == self.user]
 
     def used(self) -> set[Right]:
         """What the operator has asked for and got, leases aside."""
-        return {
-            (request.group, request.resource, request.verb)
-            for request in self.requests()
-            if request.status < 400 and request.resource != "leases"
-        }
+        used = set()
+        for request in self.requests():
+            if request.status < 400 and request.resource != "leases":
+                used.add((request.group, request.resource, request.verb))
+                if request.verb == "patch" and request.status == 201:  # an apply of what did not exist wants both
+                    used.add((request.group, request.resource, "create"))
+        return used
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +108,6 @@ def served_kinds(own_api_server: OwnApiServer) -> None:
     own_api_server.kubectl.apply(*(build_definition(kind) for kind in (LEADER_WORKER_SET, POD_MONITOR)))
     for kind in (LEADER_WORKER_SET, POD_MONITOR):
         own_api_server.kubectl.run("wait", "--for=condition=Established", f"crd/{kind.plural}.{kind.group}")
-    own_api_server.create_namespace(ELSEWHERE)
 
 
 @pytest.fixture(scope="module", params=["the whole cluster", "one namespace"])
@@ -118,7 +127,8 @@ def installed(
     arguments = ("--kubeconfig", kubectl.kubeconfig, "--namespace", system)
     done = helm("install", RELEASE, str(CHART), *arguments, *(part for value in values for part in ("--set", value)))
     assert done.returncode == 0, done.stderr
-    yield Installed(own_api_server, kubectl, system, watched, tmp_path_factory.mktemp("operator"))
+    elsewhere = own_api_server.create_namespace(f"not-{served}")
+    yield Installed(own_api_server, kubectl, system, elsewhere, watched, tmp_path_factory.mktemp("operator"))
     helm("uninstall", RELEASE, *arguments)
 
 
@@ -212,7 +222,8 @@ def reviewer(own_api_server: OwnApiServer) -> Iterator[Reviewer]:
 @pytest.fixture(scope="module")
 def everybodys(reviewer: Reviewer, installed: Installed) -> set[Right]:
     """What any service account may do: ask about itself."""
-    found = reviewer.rights(f"system:serviceaccount:{ELSEWHERE}:nobody", ELSEWHERE)
+    elsewhere = installed.elsewhere.namespace or ""
+    found = reviewer.rights(f"system:serviceaccount:{elsewhere}:nobody", elsewhere)
     assert {verb for _, _, verb in found} == {"create"}
     assert all(resource.startswith("self") for _, resource, _ in found), found
     return found
@@ -222,7 +233,7 @@ def test_the_operator_may_do_exactly_this(installed: Installed, reviewer: Review
     served = installed.kubectl.namespace or ""
     assert reviewer.rights(installed.user, served) - everybodys == GRANTED
     outside = set() if installed.watched else GRANTED
-    for namespace in (ELSEWHERE, ""):
+    for namespace in (installed.elsewhere.namespace or "", ""):
         assert reviewer.rights(installed.user, namespace) - everybodys == outside, namespace
     lease = {("coordination.k8s.io", "leases", "create")}
     assert reviewer.rights(installed.user, installed.system) - everybodys == outside | lease
@@ -239,7 +250,7 @@ def test_of_leases_it_may_change_only_its_own(installed: Installed) -> None:
     for verb in ("get", "update"):
         assert may(verb, RELEASE, installed.system)
         assert not may(verb, "other", installed.system)
-        assert not may(verb, RELEASE, ELSEWHERE)
+        assert not may(verb, RELEASE, installed.elsewhere.namespace or "")
     for verb in ("patch", "delete"):
         assert not may(verb, RELEASE, installed.system)
 
@@ -302,44 +313,41 @@ def make_leftover(kind: Kind) -> Manifest:
     if kind.kind == "RoleBinding":
         found["roleRef"] = {"apiGroup": kind.group, "kind": "Role", "name": "none"}
     if kind.kind == "ControllerRevision":
-        found["revision"] = 1
+        found |= {"revision": 1, "data": {"a": "b"}}
     if kind.kind in SPECS:
         found["spec"] = SPECS[kind.kind]
     return found
 
 
-def kinds_of(items: list[Manifest]) -> set[str]:
-    return {item["kind"] for item in items}
+def list_children(kubectl: Kubectl) -> list[tuple[str, str]]:
+    """Kinds and names of what carries the label."""
+    return sorted((child["kind"], child["metadata"]["name"]) for child in kubectl.find(CHILDREN, OWNED))
 
 
 @pytest.fixture(scope="module")
-def worked(installed: Installed) -> Iterator[Installed]:
+def worked(installed: Installed) -> Installed:
     """The operator has done everything that it ever does to a resource."""
-    kubectl, elsewhere = installed.kubectl, installed.server.kubectl.within(ELSEWHERE)
+    kubectl, elsewhere = installed.kubectl, installed.elsewhere
     kubectl.apply(make_resource(), *(make_leftover(kind) for kind in KINDS))
     elsewhere.apply(make_resource())
-    operator = installed.start()
-    try:
 
-        def is_built() -> bool:
-            children = kubectl.find(CHILDREN, OWNED)
-            are_clean = all(child["metadata"]["name"] != "chat-leftover" for child in children)
-            return are_clean and kinds_of(children) == {kind.kind for kind in KINDS}
+    def is_built() -> bool:
+        children = list_children(kubectl)
+        are_clean = all(name != "chat-leftover" for _, name in children)
+        return are_clean and {kind for kind, _ in children} == {kind.kind for kind in KINDS}
 
+    with installed.run():
         eventually(is_built, "a child of every kind, and no leftover", WAIT)
         # Who loses the label is asked for by name: it could be anybody's.
-        chosen = {child["kind"]: child for child in kubectl.find(CHILDREN, OWNED)}
-        for child in chosen.values():
-            kubectl.run("label", child["kind"], child["metadata"]["name"], f"{names.LABEL_OWNER}-")
-        count = len(kubectl.find(CHILDREN, OWNED)) + len(chosen)
-        eventually(lambda: len(kubectl.find(CHILDREN, OWNED)) >= count, "the labels to come back", WAIT)
+        children = list_children(kubectl)
+        for kind, name in dict(children).items():
+            kubectl.run("label", kind, name, f"{names.LABEL_OWNER}-")
+        eventually(lambda: list_children(kubectl) == children, "the labels to come back", WAIT)
         if not installed.watched:
             eventually(lambda: elsewhere.find(CHILDREN, OWNED), "children elsewhere", WAIT)
-        assert operator.terminate() == 0, operator.log()
-    finally:
-        operator.kill()
-    yield installed
-    elsewhere.run("delete", names.PLURAL, "chat")
+    with installed.run() as again:  # reads what the first one has written
+        eventually(lambda: again.metric("bidikv_operator_reconciles_total") > 1, "passes of the next operator", WAIT)
+    return installed
 
 
 def test_everything_granted_is_used_and_nothing_else_is_asked_for(worked: Installed) -> None:
@@ -352,13 +360,12 @@ def test_only_served_namespaces_are_asked_for(worked: Installed) -> None:
     asked = {request.namespace for request in worked.requests() if request.resource != "leases"}
     if worked.watched:
         assert asked == {worked.watched}
-        elsewhere = worked.server.kubectl.within(ELSEWHERE)
-        assert not elsewhere.find(CHILDREN, OWNED)
-        resource = elsewhere.get(names.PLURAL, "chat")
+        assert not worked.elsewhere.find(CHILDREN, OWNED)
+        resource = worked.elsewhere.get(names.PLURAL, "chat")
         assert resource is not None
         assert "status" not in resource
     else:
-        assert asked == {"", worked.kubectl.namespace, ELSEWHERE}
+        assert {"", worked.kubectl.namespace, worked.elsewhere.namespace} <= asked
     assert {request.namespace for request in worked.requests() if request.resource == "leases"} == {worked.system}
 
 
@@ -376,12 +383,12 @@ def test_the_peer_token_is_in_its_secret_and_nowhere_else(worked: Installed) -> 
 def test_routers_may_read_endpoint_slices_and_engines_nothing(
     worked: Installed, reviewer: Reviewer, everybodys: set[Right]
 ) -> None:
-    served = worked.kubectl.namespace or ""
+    served, elsewhere = worked.kubectl.namespace or "", worked.elsewhere.namespace or ""
     slices = {("discovery.k8s.io", "endpointslices", verb) for verb in ("list", "watch")}
     router, engine = (f"system:serviceaccount:{served}:chat-{name}" for name in ("router", "engine"))
     assert reviewer.rights(router, served) - everybodys == slices
-    assert reviewer.rights(router, ELSEWHERE) == everybodys
-    for namespace in (served, ELSEWHERE):
+    assert reviewer.rights(router, elsewhere) == everybodys
+    for namespace in (served, elsewhere):
         assert reviewer.rights(engine, namespace) == everybodys
     account = worked.kubectl.get("serviceaccount", "chat-engine")
     assert account is not None
