@@ -89,13 +89,19 @@ def view_engines(
         is_replacing=any(_is_replacing(applied.children.get(found.ref) or {}) for found in current)
         or any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
         is_late=any(found.is_late for found in current),
-        trouble=find_trouble(pods, compute_needs(pod_spec)) or _find_creation_trouble(applied, refs),
+        trouble=find_trouble(_leave_out_outgoing(pods, sets), compute_needs(pod_spec))
+        or _find_creation_trouble(applied, refs),
         stages=describe_stages(pods),
     )
 
 
-def view_router(observed: Observed, applied: Applied, *, wanted: int | None) -> RoleView:
-    """The router's Deployment. ``wanted`` None: what the Deployment itself says."""
+def view_router(observed: Observed, applied: Applied, *, wanted: int | None, has_engines: bool) -> RoleView:
+    """The router's Deployment.
+
+    Args:
+        wanted: None: what the Deployment itself says.
+        has_engines: whether there is a ready engine of each role; without, a router says itself that it is not ready.
+    """
     name = observed.resource["metadata"]["name"]
     ref = ChildRef(DEPLOYMENT, names.child_name(name, names.ROUTER))
     deployment = applied.children.get(ref) or {}
@@ -106,6 +112,9 @@ def view_router(observed: Observed, applied: Applied, *, wanted: int | None) -> 
     is_seen = status.get("observedGeneration", 0) >= deployment.get("metadata", {}).get("generation", 0)
     pods = _pods_of(observed, names.ROUTER)
     needs = compute_needs((deployment.get("spec") or {}).get("template", {}).get("spec", {}))
+    trouble, stages = find_trouble(pods, needs), describe_stages(pods)
+    if not has_engines and (trouble is None or trouble.reason == names.REASON_NOT_ANSWERING):
+        trouble, stages = None, "a router is ready once engines of both roles are"
     return RoleView(
         role=names.ROUTER,
         wanted=wanted,
@@ -117,8 +126,8 @@ def view_router(observed: Observed, applied: Applied, *, wanted: int | None) -> 
         is_rolled_out=bool(deployment and is_seen and updated >= wanted and live <= updated and ready >= wanted),
         is_replacing=_is_replacing(deployment),
         is_late=_is_late(status),
-        trouble=find_trouble(pods, needs) or _find_creation_trouble(applied, [ref]),
-        stages=describe_stages(pods),
+        trouble=trouble or _find_creation_trouble(applied, [ref]),
+        stages=stages,
     )
 
 
@@ -155,7 +164,7 @@ def explain_missing(view: RoleView) -> str:
             f"the others made no progress within their deadline ({doing}); kubectl describe pod "
             f"-l {names.LABEL_ROLE}={view.role} tells what they wait for"
         )
-    return f"the others are on their way: {view.stages}" if view.stages else "the others are being created"
+    return view.stages or "the others are being created"
 
 
 def find_pod_spec(applied: Applied, sets: list[EngineSet]) -> Object:
@@ -174,6 +183,21 @@ def _pods_of(observed: Observed, role: names.Role) -> list[dict[str, Any]]:
     """Of the role, workers of its multi-node replicas included: what keeps one of them down keeps the replica down."""
     labels = (role, names.WORKER_LABELS.get(role))
     return [pod for pod in observed.pods if (pod["metadata"].get("labels") or {}).get(names.LABEL_ROLE) in labels]
+
+
+def _leave_out_outgoing(pods: list[dict[str, Any]], sets: tuple[EngineSet, ...]) -> list[dict[str, Any]]:
+    """Without pods that the rollout is to take away: what ails those of a failed group ends with them.
+
+    Those that are stopping stay: others may wait for what they hold. While nothing is rolled out (paused), all count.
+    """
+    groups = {found.group for found in sets if found.is_current}
+    if not groups:
+        return pods
+    return [
+        pod
+        for pod in pods
+        if pod["metadata"].get("deletionTimestamp") or pod["metadata"]["labels"].get(names.LABEL_GROUP, "") in groups
+    ]
 
 
 def _find_creation_trouble(applied: Applied, refs: list[ChildRef]) -> Trouble | None:

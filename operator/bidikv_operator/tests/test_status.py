@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bidikv_operator import names
@@ -108,8 +108,8 @@ def router(
     }
 
 
-def pod(role: str = "prefill", *, leaving: bool = False, **status: Any) -> Object:
-    metadata: Object = {"name": "chat-x-1", "labels": {names.LABEL_ROLE: role}}
+def pod(role: str = "prefill", *, leaving: bool = False, group: str = NEW, **status: Any) -> Object:
+    metadata: Object = {"name": "chat-x-1", "labels": {names.LABEL_ROLE: role, names.LABEL_GROUP: group}}
     if leaving:
         metadata["deletionTimestamp"] = NOW
     return {"metadata": metadata, "status": status}
@@ -295,6 +295,24 @@ def test_one_router_of_two_is_enough() -> None:
     assert conditions_of(status_of(router_deployment=router(2, 0)))["Ready"] == ("False", "Starting")
 
 
+def test_a_router_without_engines_is_not_at_fault() -> None:
+    """It says itself that it is not ready, after it was."""
+    lost: Object = {
+        "conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": LATER}],
+        "containerStatuses": [
+            {"name": "router", "ready": False, "started": True, "state": {"running": {"startedAt": NOW}}}
+        ],
+    }
+
+    def tell(prefill: EngineSet) -> tuple[tuple[str, str], tuple[str, str]]:
+        deployment, pods = router(1, 0), (pod("router", **lost),)
+        conditions = conditions_of(status_of(rollout_of(prefill), router_deployment=deployment, pods=pods))
+        return conditions["RouterReady"], conditions["Degraded"]
+
+    assert tell(engines("prefill", 1, 0)) == (("False", "Starting"), ("False", "AsExpected"))
+    assert tell(engines("prefill", 1, 1)) == (("False", "PodNotAnswering"), ("True", "PodNotAnswering"))
+
+
 def test_not_ready_without_a_pair_of_one_group() -> None:
     apart = rollout_of(
         engines("prefill", 1, group=OLD, is_current=False),
@@ -412,6 +430,14 @@ def test_a_failed_rollout_says_why_and_how_to_go_back() -> None:
     assert conditions["Degraded"] == ("True", "RolloutFailed")
     assert message_of(status, "Progressing").startswith("the new engines do not come up")
     assert "decode: container engine ended with exit code 1: RuntimeError: boom" in message_of(status, "Progressing")
+
+
+def test_what_ails_engines_that_are_taken_away_is_no_trouble() -> None:
+    """A failed rollout is set back: the pods that never came up go."""
+    back = rollout_of(engines("decode", 2, 1), engines("decode", 0, 0, group=OLD, is_current=False, live=1))
+    status = status_of(back, pods=(pod("decode", group=OLD, **CRASHING),))
+    assert conditions_of(status)["Degraded"] == ("False", "AsExpected")
+    assert conditions_of(status)["Progressing"] == ("True", "RollingOut")
 
 
 def test_a_first_start_that_is_too_slow_is_no_failed_rollout() -> None:
@@ -623,6 +649,7 @@ def engine_sets(draw: st.DrawFn) -> tuple[EngineSet, ...]:
     return tuple(sets)
 
 
+@settings(deadline=None)  # it depends on the load of the machine
 @given(
     sets=engine_sets(),
     wanted=st.tuples(st.integers(0, 3), st.integers(0, 3)),

@@ -180,7 +180,7 @@ def test_readiness_that_was_lost_is_told_and_the_first_wait_for_it_is_not() -> N
     assert diagnose(NOW) is None
     trouble = diagnose(LATER)
     assert trouble is not None
-    assert trouble.reason == "EngineNotAnswering"
+    assert trouble.reason == "PodNotAnswering"
 
 
 def test_ids_of_one_attempt_are_left_out() -> None:
