@@ -189,6 +189,21 @@ def test_pods_of_equal_devices_share_a_claim_template() -> None:
     assert len(build_claim_templates(resolved, templates)) == 1
 
 
+def test_on_tcp_gpus_alone_are_claimed() -> None:
+    resolved = resolve(TCP)
+    resolved = replace(
+        resolved,
+        fabric=replace(resolved.fabric, devices="ResourceClaim"),
+        prefill=replace(resolved.prefill, tensor_parallel_size=2, gpus=2),
+    )
+    template, (claim_template,) = claims(resolved)
+    assert len(template["spec"]["resourceClaims"]) == 2
+    (request,) = claim_template["spec"]["spec"]["devices"]["requests"]
+    assert request["exactly"]["deviceClassName"] == "gpu.nvidia.com"
+    without = build_engine_template(resolved, "decode")
+    assert "resourceClaims" not in without["spec"], "decode runs on CPUs"
+
+
 def test_device_plugins_need_no_claims() -> None:
     template, built = claims(sized("p5en.48xlarge", 4))
     assert built == ()
