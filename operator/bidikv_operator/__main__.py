@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import kopf
+import uvloop
 from kubernetes.aio.config import ConfigException
 
 from bidikv_operator import names
@@ -389,7 +390,8 @@ def main() -> int:
         logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         if settings.log_level != "DEBUG":
             logging.getLogger("kopf").setLevel(logging.WARNING)  # it reports every event that it passed on
-        return asyncio.run(run(settings))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run(settings))
     except (SettingsError, StartError, ConfigException, OSError) as error:
         print(f"bidikv-operator: {error}", file=sys.stderr)
         return 1
