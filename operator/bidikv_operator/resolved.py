@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from bidikv_operator.names import PREFILL, Role
 from bidikv_operator.rollout.revision import Identity
 from bidikv_runtime.contract import Fabric, MissingPrefill, ReuseMode
 
@@ -208,3 +209,7 @@ class Resolved:
     paused: bool = False
     operator_namespace: str = ""
     """Where the operator runs, for NetworkPolicies; empty: not in a cluster."""
+
+    def engine(self, role: Role) -> ResolvedEngine:
+        """Of ``prefill`` or ``decode``."""
+        return self.prefill if role == PREFILL else self.decode

@@ -79,8 +79,8 @@ class Settings:
     """BIDIKV_POLL_SECONDS: how often every engine is asked for its report."""
 
     token_propagation_seconds: int = 180
-    """BIDIKV_TOKEN_PROPAGATION_SECONDS: what each step of a rotation of the peers' token gives kubelets to mount it. They
-    look every 60 to 90 s; the default lets each of them fail once."""
+    """BIDIKV_TOKEN_PROPAGATION_SECONDS: what each step of a rotation of the peers' token gives kubelets to mount it.
+    They look every 60 to 90 s; the default lets each of them fail once."""
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:

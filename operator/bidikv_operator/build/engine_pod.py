@@ -43,7 +43,7 @@ def build_engine_template(resolved: Resolved, role: names.Role, *, labels: Mappi
     Args:
         labels: further ones, as ``LABEL_GROUP``.
     """
-    settings = resolved.prefill if role == names.PREFILL else resolved.decode
+    settings = resolved.engine(role)
     container = _build_container(resolved, settings, is_worker=False)
     container["ports"] = _build_ports(settings)
     container |= build_engine_probes()
@@ -60,7 +60,7 @@ def build_worker_template(resolved: Resolved, role: names.Role, *, labels: Mappi
     They serve no port and end at once: the first pod, which serves, is gone before LeaderWorkerSet removes them. A
     worker that is lost by itself ends the whole replica.
     """
-    settings = resolved.prefill if role == names.PREFILL else resolved.decode
+    settings = resolved.engine(role)
     own = {**build_labels(resolved, role), names.LABEL_ROLE: names.WORKER_LABELS[role]}
     template = _build_template(resolved, role, settings, _build_container(resolved, settings, is_worker=True), own)
     template["spec"]["terminationGracePeriodSeconds"] = MARGIN_SECONDS

@@ -21,13 +21,12 @@ def build_leader_worker_set(
     """The LeaderWorkerSet ``ref``, with as many pods per replica as the role has nodes."""
     if templates.worker is None:
         raise ValueError(f"{role} spans nodes and its templates have none for workers")
-    settings = resolved.prefill if role == names.PREFILL else resolved.decode
     leader_worker_set = build_object(LEADER_WORKER_SET, resolved, ref.name, role)
     label_group(leader_worker_set, resolved, role)
     leader_worker_set["spec"] = {
         "replicas": replicas,
         "leaderWorkerTemplate": {
-            "size": settings.nodes,
+            "size": resolved.engine(role).nodes,
             "restartPolicy": "RecreateGroupOnPodRestart",
             "leaderTemplate": with_group(templates.engine, resolved),
             "workerTemplate": with_group(templates.worker, resolved),

@@ -15,7 +15,7 @@ def build_disruption_budget(resolved: Resolved, role: names.Role) -> Manifest | 
         return None
     budget = build_object(POD_DISRUPTION_BUDGET, resolved, role_name(resolved, role), role)
     selector: Manifest = {"matchLabels": build_selector(resolved, role)}
-    if role != names.ROUTER and (resolved.prefill if role == names.PREFILL else resolved.decode).nodes > 1:
+    if role != names.ROUTER and resolved.engine(role).nodes > 1:
         # A worker that is evicted takes its whole replica along, so it counts as one of the role's pods.
         selector = {
             "matchLabels": {names.LABEL_OWNER: resolved.name},

@@ -42,8 +42,7 @@ def choose_templates(resolved: Resolved, role: names.Role, children: Mapping[Chi
     if stored is not None:
         data = stored["data"]
         return EngineTemplates(data["template"], data.get("workerTemplate"))
-    settings = resolved.prefill if role == names.PREFILL else resolved.decode
-    worker = build_worker_template(resolved, role) if settings.nodes > 1 else None
+    worker = build_worker_template(resolved, role) if resolved.engine(role).nodes > 1 else None
     # In the order in which the stored ones come back: equal templates give equal bytes.
     return EngineTemplates(_sort_keys(build_engine_template(resolved, role)), _sort_keys(worker))
 

@@ -69,9 +69,8 @@ def plan_scaling(resolved: Resolved, observed: Observed, now: datetime) -> Scali
 
 
 def compute_targets(resolved: Resolved) -> dict[Role, Target]:
-    updates = resolved.updates
-    wanted = {names.PREFILL: resolved.prefill.replicas, names.DECODE: resolved.decode.replicas}
-    return {role: compute_target(wanted[role], updates.max_surge, updates.max_unavailable) for role in wanted}
+    updates, wanted = resolved.updates, {role: resolved.engine(role).replicas for role in names.ENGINE_ROLES}
+    return {role: compute_target(count, updates.max_surge, updates.max_unavailable) for role, count in wanted.items()}
 
 
 def plan_costs(

@@ -30,8 +30,7 @@ OVERDUE: Final = timedelta(seconds=60)
 def find_engine_set(resolved: Resolved, role: Role) -> ChildRef:
     """The current set of an engine role."""
     suffix = f"{role}-{resolved.identity.group}"
-    nodes = (resolved.prefill if role == names.PREFILL else resolved.decode).nodes
-    if nodes == 1:
+    if resolved.engine(role).nodes == 1:
         return ChildRef(DEPLOYMENT, names.child_name(resolved.name, suffix))
     return ChildRef(LEADER_WORKER_SET, names.child_name(resolved.name, suffix, LEADER_WORKER_SET_NAME_LIMIT))
 

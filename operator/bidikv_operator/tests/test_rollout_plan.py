@@ -32,8 +32,9 @@ def make_set(role: Role, group: str, replicas: int, ready: int | None = None, *,
 
 def plan(prefill: str, decode: str, *, surge: int = 0, unavailable: int = 1) -> str:
     """One step. A role is written as ``wanted: old ready/replicas, new ready/replicas``; ``+n`` are leaving."""
-    sets, targets = [], {}
-    for role, text in ((PREFILL, prefill), (DECODE, decode)):
+    sets: list[EngineSet] = []
+    targets: dict[Role, Target] = {}
+    for role, text in zip(ENGINE_ROLES, (prefill, decode), strict=True):
         wanted, _, counts = text.partition(":")
         targets[role] = Target(int(wanted), surge, unavailable)
         for group, count in zip(("old", "new"), counts.split(), strict=True):
@@ -159,8 +160,9 @@ class Cluster:
 
     def apply(self, planned: Mapping[ChildRef, int]) -> None:
         for ref, count in planned.items():
-            role, _, group = ref.name.partition("-")
-            key = (PREFILL if role == PREFILL else DECODE, group)
+            name, _, group = ref.name.partition("-")
+            role: Role = "prefill" if name == PREFILL else "decode"
+            key = (role, group)
             self.replicas[key] = count
             if count == 0 and not self.pods.get(key) and group != self.group:
                 del self.replicas[key]  # as the orphan deletion does
