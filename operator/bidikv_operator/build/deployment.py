@@ -13,6 +13,7 @@ from bidikv_operator.kinds import DEPLOYMENT
 from bidikv_operator.resolved import Resolved
 
 ROUTER_PROGRESS_DEADLINE_SECONDS: Final = 600
+"""Beyond the engines' deadline: a router is ready once engines of both roles are, which may load for an hour."""
 
 
 def build_engine_deployment(
@@ -59,7 +60,7 @@ def build_router_deployment(resolved: Resolved, config_hash: str) -> Manifest:
     deployment["spec"] = {
         "replicas": compute_replicas(resolved, names.ROUTER),
         "revisionHistoryLimit": 3,
-        "progressDeadlineSeconds": ROUTER_PROGRESS_DEADLINE_SECONDS,
+        "progressDeadlineSeconds": resolved.updates.progress_deadline_seconds + ROUTER_PROGRESS_DEADLINE_SECONDS,
         "selector": {"matchLabels": build_selector(resolved, names.ROUTER)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "template": build_router_template(resolved, config_hash),

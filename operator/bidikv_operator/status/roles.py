@@ -125,7 +125,7 @@ def view_router(observed: Observed, applied: Applied, *, wanted: int | None, has
         is_created=bool(deployment),
         is_rolled_out=bool(deployment and is_seen and updated >= wanted and live <= updated and ready >= wanted),
         is_replacing=_is_replacing(deployment),
-        is_late=_is_late(status),
+        is_late=_is_late(status) and has_engines,
         trouble=trouble or _find_creation_trouble(applied, [ref]),
         stages=stages,
     )

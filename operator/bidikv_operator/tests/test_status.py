@@ -313,6 +313,17 @@ def test_a_router_without_engines_is_not_at_fault() -> None:
     assert tell(engines("prefill", 1, 1)) == (("False", "PodNotAnswering"), ("True", "PodNotAnswering"))
 
 
+def test_a_router_that_waits_for_slow_engines_is_not_late() -> None:
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
+
+    def progressing(prefill: EngineSet) -> tuple[str, str]:
+        deployment = router(1, 0, conditions=[late])
+        return conditions_of(status_of(rollout_of(prefill), router_deployment=deployment))["Progressing"]
+
+    assert progressing(engines("prefill", 1, 0)) == ("True", "Starting")
+    assert progressing(engines("prefill", 1, 1)) == ("False", "Stalled")
+
+
 def test_not_ready_without_a_pair_of_one_group() -> None:
     apart = rollout_of(
         engines("prefill", 1, group=OLD, is_current=False),
