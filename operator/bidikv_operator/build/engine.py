@@ -3,8 +3,8 @@
 Flags are those of vLLM 0.32 (``engine/arg_utils.py``, ``config/lora.py``).
 
 A replica of several nodes is one engine over several pods: every pod runs the same command line with its own
-``--node-rank``, and all but the first with ``--headless``, as they serve no HTTP. LeaderWorkerSet writes the variables
-by which they find each other into each pod; the kubelet expands ``$(NAME)`` in arguments.
+``--node-rank``, and all but the first with ``--headless``, as they serve no HTTP. LeaderWorkerSet (0.6 or newer)
+writes the variables by which they find each other into each pod; the kubelet expands ``$(NAME)`` in arguments.
 """
 
 from __future__ import annotations
