@@ -30,6 +30,7 @@ from bidikv_operator.kinds import POD, Kind
 from bidikv_operator.names import Role
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.state import EngineFacts, Observed
+from bidikv_runtime.contract import REACH_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ def decide_healing(
         recent = [record for record in records if now - _read_time(record) < BUDGET_PERIOD]
         added = [{"role": one.role, "time": now.astimezone(UTC).strftime(TIME_FORMAT)} for one in recycle]
         records = (*recent, *added)[-MAXIMUM_RECORDS:]
+    if not reasons and (told := _find_told(observed, resolved)) is not None:
+        reasons.append(told)
     # What needs a person comes before what heals by itself.
     reasons.sort(key=lambda item: item[0] != names.REASON_UNREACHABLE)
     return Healing(
@@ -112,6 +115,17 @@ def decide_healing(
         reason=reasons[0][0] if reasons else None,
         message="; ".join(text for _, text in reasons),
     )
+
+
+def _find_told(observed: Observed, resolved: Resolved) -> tuple[str, str] | None:
+    """What an earlier leader told of engines that cannot be reached, while this one cannot know better yet."""
+    needed = REACH_SECONDS + resolved.healing.unreachable_seconds
+    if not all(one.known_seconds < needed for one in observed.engines):
+        return None
+    for condition in (observed.resource.get("status") or {}).get("conditions") or []:
+        if condition["type"] == names.DEGRADED and condition["reason"] == names.REASON_UNREACHABLE:
+            return condition["reason"], condition["message"]
+    return None
 
 
 def _find_accused(

@@ -31,6 +31,8 @@ class EngineFacts:
     """Of the report; without one, since the pod was first asked."""
     unreachable_seconds: float = 0.0
     """For how long most of its peers have reported it as unreachable; 0 when they do not."""
+    known_seconds: float = 0.0
+    """For how long the operator's process has known this engine's process."""
     fault: Fault | None = None
     """Why the last attempt to ask it brought no report; None when it did, or before any."""
 

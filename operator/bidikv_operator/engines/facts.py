@@ -168,6 +168,7 @@ def _build_facts(target: Target, engine: _Engine | None, now: float) -> EngineFa
         report=engine.report,
         age_seconds=now - (engine.first_asked if engine.report is None else engine.reported),
         unreachable_seconds=0.0 if since is None else now - since,
+        known_seconds=now - engine.began,
         fault=engine.fault,
     )
 
@@ -184,4 +185,6 @@ def _build_view(facts: tuple[EngineFacts, ...], expectation: Expectation, status
         compute_transport_facts(facts, status.get("transport")),
         compute_reuse(facts, status.get("kvReuse")),
         late,
+        # From then on an earlier leader's word on who cannot be reached is dropped.
+        any(one.known_seconds >= REACH_SECONDS + expectation.unreachable_seconds for one in facts),
     )

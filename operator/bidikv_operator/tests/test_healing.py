@@ -22,6 +22,7 @@ from bidikv_operator.resolved import ResolvedHealing
 from bidikv_operator.state import EngineFacts, Observed
 from bidikv_operator.tests.engine_samples import make_facts, make_pod, make_report
 from bidikv_operator.tests.samples import make_resource, resolve
+from bidikv_runtime.contract import REACH_SECONDS
 
 Object = dict[str, Any]
 KEY = Key("team", "chat")
@@ -189,6 +190,20 @@ def test_the_budget_survives_a_leader_and_a_crd_that_drops_it(world: World) -> N
     world.resource["status"] = {}
     assert not world.decide(remembered=[{"role": "decode", "time": write(5)}]).recycle
     assert world.decide().recycle
+
+
+def test_a_new_leader_leaves_what_was_said_until_it_can_know_better(world: World) -> None:
+    told = {"type": names.DEGRADED, "status": "True", "reason": names.REASON_UNREACHABLE, "message": "as before"}
+    world.resource["status"] = {"conditions": [{"type": "Ready", "reason": "Ready"}, told]}
+    needed = REACH_SECONDS + 60
+    world.fact_changes = {name: {"known_seconds": needed - 1} for name in world.roles}
+    healing = world.decide()
+    assert (healing.recycle, healing.reason, healing.message) == ((), names.REASON_UNREACHABLE, "as before")
+    world.fact_changes["p2"] = {"known_seconds": needed}
+    assert world.decide().reason is None
+    told["reason"] = names.REASON_AS_EXPECTED
+    world.fact_changes = {}
+    assert world.decide().reason is None
 
 
 def test_it_is_told_until_the_role_is_complete_again(world: World) -> None:
