@@ -125,6 +125,6 @@ def test_an_engine_that_its_peers_cannot_reach_is_replaced_once_and_no_request_f
     recycled = [
         event
         for event in healed.kubectl.find("events", "")
-        if event.get("reason") == names.REASON_RECYCLED and first[0] in event.get("message", event.get("note", ""))
+        if event.get("reason") == names.REASON_RECYCLED and first[0] in str(event.get("message"))
     ]
     assert len(recycled) == 1

@@ -124,8 +124,7 @@ async def test_what_has_moved_and_who_is_reached_is_reported() -> None:
 
 async def test_a_silent_lookup_port_is_reported_by_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bidikv_runtime.connector.peers.SILENT_SECONDS", 0.1)
-    settings = {"bidikv_lookup_deadline_ms": 100, "bidikv_silent_period_seconds": 0.1}
-    async with running_peers(**settings) as (p, d):
+    async with running_peers(bidikv_lookup_deadline_ms=100, bidikv_silent_period_seconds=0.1) as (p, d):
         alone = await d.answer(PROMPT)
         d.faults.set(FaultSet(silent=True))
         async with asyncio.timeout(WAIT_SECONDS):
