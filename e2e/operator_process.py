@@ -89,10 +89,11 @@ class OperatorProcess:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
-        lines = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.page("metrics")[1], re.MULTILINE)
-        return sum(float(value) for value in lines)
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric over its series with these labels."""
+        series = re.findall(rf"^{name}({{[^}}]*}})? (\S+)$", self.page("metrics")[1], re.MULTILINE)
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(value) for found, value in series if all(label in found for label in wanted))
 
     def terminate(self) -> int:
         """SIGTERM, as the kubelet sends it; returns the exit code."""

@@ -17,6 +17,7 @@ import yaml
 
 from bidikv_operator import names
 from bidikv_operator.api.crd import FILE_NAME, build_crd
+from bidikv_operator.build.networkpolicy import OPERATOR_LABELS
 from bidikv_operator.kinds import CHILD_KINDS, CONTROLLER_REVISION, NETWORK_POLICY, OPTIONAL_KINDS
 from bidikv_operator.settings import LOG_LEVELS, PREFIX, Settings
 from e2e.cluster.paths import find_paths, find_tool
@@ -148,6 +149,8 @@ def test_only_the_metrics_port_can_be_reached() -> None:
     documents = render()
     policy, deployment = only(documents, "NetworkPolicy")["spec"], only(documents, "Deployment")["spec"]
     assert policy["podSelector"] == deployment["selector"]
+    # The policies of engines let the operator in by these.
+    assert deployment["template"]["metadata"]["labels"].items() >= OPERATOR_LABELS.items()
     assert policy["policyTypes"] == ["Ingress"]
     assert policy["ingress"] == [{"ports": [{"protocol": "TCP", "port": "metrics"}]}]
     prometheus = "networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.team=observability"

@@ -47,9 +47,8 @@ NOT_REQUESTED: Final[set[Right]] = {
     ("discovery.k8s.io", "endpointslices", "watch"),
     # Looked up by the admission plugin OwnerReferencesPermissionEnforcement.
     (names.GROUP, f"{names.PLURAL}/finalizers", "update"),
-    # Of pods, which no controller makes here: test_operator_healing.py, test_operator_rollout.py.
+    # Of an engine that none of its peers reaches: test_healing.py.
     ("", "pods", "delete"),
-    ("", "pods", "patch"),
 }
 """Rights that are needed without a request of their own, or for what this API server cannot have."""
 
@@ -298,8 +297,34 @@ CHILDREN: Final = ",".join(f"{kind.plural}.{kind.group}" if kind.group else kind
 OWNED: Final = f"{names.LABEL_OWNER}=chat"
 
 
-def make_resource() -> Manifest:
-    return {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "chat"}, "spec": SPEC}
+def make_resource(**changes: Any) -> Manifest:
+    spec = {**SPEC, **changes}
+    return {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": "chat"}, "spec": spec}
+
+
+def make_decode_pods(kubectl: Kubectl) -> list[Manifest]:
+    """Pods that the Deployment's controller would have made, with a cost from before."""
+    [deployment] = kubectl.find("deployments", f"{OWNED},{names.LABEL_ROLE}={names.DECODE}")
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": f"decode-{number}",
+                "labels": deployment["spec"]["template"]["metadata"]["labels"],
+                "annotations": {names.ANNOTATION_DELETION_COST: "7"},
+            },
+            "spec": {
+                "serviceAccountName": "chat-engine",
+                "containers": [{"name": names.ENGINE_CONTAINER, "image": "none.example/none:v1"}],
+            },
+        }
+        for number in range(2)
+    ]
+
+
+def read_costs(kubectl: Kubectl) -> set[str]:
+    return {pod["metadata"]["annotations"][names.ANNOTATION_DELETION_COST] for pod in kubectl.find("pods", OWNED)}
 
 
 def make_leftover(kind: Kind) -> Manifest:
@@ -343,6 +368,10 @@ def worked(installed: Installed) -> Installed:
         for kind, name in dict(children).items():
             kubectl.run("label", kind, name, f"{names.LABEL_OWNER}-")
         eventually(lambda: list_children(kubectl) == children, "the labels to come back", WAIT)
+        # Before a scale-down every pod is told what it is worth.
+        kubectl.apply(*make_decode_pods(kubectl))
+        kubectl.apply(make_resource(decode={**SPEC["decode"], "replicas": 1}))
+        eventually(lambda: read_costs(kubectl) == {"0"}, "costs of pods", WAIT)
         if not installed.watched:
             eventually(lambda: elsewhere.find(CHILDREN, OWNED), "children elsewhere", WAIT)
     with installed.run() as again:  # reads what the first one has written

@@ -1,0 +1,159 @@
+"""The peers' token is rotated under conversations: nobody is refused, nothing restarts, and the old token ends.
+
+Engines are simulated, with the product's own lookup and report ports; Secrets, kubelets and routers are real. The
+namespace enforces the restricted Pod Security Standard.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bidikv_operator import names
+from bidikv_runtime import contract
+from e2e.install import image_references
+from e2e.kubectl import Kubectl, Manifest, eventually
+from e2e.load import Load
+from e2e.operator_process import OperatorProcess
+from e2e.simengine.local import SERVED_MODEL
+from e2e.simengine.resource import build_resource
+from e2e.tests.test_operator import no_other_operator  # noqa: F401  (the fixture)
+
+pytestmark = pytest.mark.cluster
+
+NAME = "secured"
+SECRET = f"{NAME}-peer-token"
+PROPAGATION_SECONDS = 95
+"""Kubelets look for changes every 60 to 90 s."""
+WAIT = 240.0
+SETTINGS = {
+    "BIDIKV_TOKEN_PROPAGATION_SECONDS": str(PROPAGATION_SECONDS),
+    "BIDIKV_RESYNC_SECONDS": "10",
+    "BIDIKV_POLL_SECONDS": "2",
+}
+
+
+@dataclass
+class Secured:
+    kubectl: Kubectl
+    operator: OperatorProcess
+
+    def apply(self, rotation: str | None = None) -> None:
+        security = {} if rotation is None else {"security": {"peerToken": {"rotation": rotation}}}
+        self.kubectl.apply(build_resource(NAME, prefill=1, decode=2, spec=security))
+
+    def is_ready(self) -> bool:
+        return self.kubectl.condition(names.SHORT_NAME, NAME, names.READY).get("status") == "True"
+
+    def tokens(self) -> list[str]:
+        secret = self.kubectl.get("secret", SECRET)
+        if secret is None:
+            return []
+        return base64.b64decode(secret["data"][contract.TOKEN_KEY]).decode().split()
+
+    def await_tokens(self, wanted: list[str]) -> None:
+        eventually(lambda: self.tokens() == wanted, f"{len(wanted)} tokens in their order", WAIT)
+
+    def pods(self) -> list[Manifest]:
+        return self.kubectl.find("pods", f"{names.LABEL_OWNER}={NAME}")
+
+    def engines(self) -> list[str]:
+        """Their addresses."""
+        engines = [pod for pod in self.pods() if pod["metadata"]["labels"][names.LABEL_ROLE] != names.ROUTER]
+        return [pod["status"]["podIP"] for pod in engines]
+
+    def lives(self) -> set[tuple[str, int]]:
+        """Pods and how often their containers were started."""
+        return {
+            (pod["metadata"]["uid"], sum(status["restartCount"] for status in pod["status"]["containerStatuses"]))
+            for pod in self.pods()
+        }
+
+    def ask_engines(self, path: str, token: str) -> list[tuple[int, str]]:
+        return [ask(f"http://{engine}:{contract.STATE_PORT}{path}", token) for engine in self.engines()]
+
+    def accepted(self, token: str) -> set[int]:
+        """How engines answer to a token."""
+        return {status for status, _ in self.ask_engines(contract.REPORT_PATH, token)}
+
+    def count_strangers(self, token: str) -> int:
+        """Messages at engines' lookup ports, and answers to them, that no token fitted."""
+        states = [json.loads(text) for _, text in self.ask_engines("/state", token)]
+        return sum(state["server"]["unauthenticated"] + state["client"]["unauthenticated_replies"] for state in states)
+
+    def logs(self, role: str) -> str:
+        selector = f"{names.LABEL_OWNER}={NAME},{names.LABEL_ROLE}={role}"
+        return self.kubectl.run("logs", "--selector", selector, "--tail=-1", "--prefix")
+
+    def load(self) -> Load:
+        service = self.kubectl.get("service", NAME)
+        assert service is not None
+        return Load(f"http://{service['spec']['clusterIP']}:8000/v1", SERVED_MODEL, uuid.uuid4().hex, pause=0.2)
+
+
+def ask(url: str, token: str) -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+
+
+@pytest.fixture
+def secured(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[Secured]:  # noqa: F811
+    restricted = "pod-security.kubernetes.io/enforce=restricted"
+    namespace.run("label", "namespace", namespace.namespace or "", restricted)
+    operator = OperatorProcess(namespace, "one", image_references()["runtime"], tmp_path, SETTINGS).start()
+    found = Secured(namespace, operator)
+    try:
+        found.apply()
+        eventually(found.is_ready, "the service to be ready", WAIT)
+        yield found
+    finally:
+        operator.kill()
+
+
+def test_a_rotation_refuses_nobody_and_restarts_nothing(secured: Secured) -> None:
+    [old] = secured.tokens()
+    lives, started = secured.lives(), time.time()
+    assert secured.accepted(old) == {200}
+    assert secured.accepted("not-the-token-0123456789") == {401}
+    with secured.load().running(2) as load:
+        load.await_answers(10)
+        secured.apply(rotation="one")
+        eventually(lambda: len(secured.tokens()) == 2, "a second token", WAIT)
+        first, new = secured.tokens()
+        assert first == old
+        secured.await_tokens([new, old])
+        assert secured.accepted(new) == {200}, "everybody has mounted it before it signs"
+        load.await_answers(10)
+        secured.await_tokens([new])
+        assert time.time() - started >= 2 * PROPAGATION_SECONDS
+        eventually(lambda: secured.accepted(old) == {401}, "the old token to end", WAIT)
+        assert secured.accepted(new) == {200}
+        load.await_answers(10)
+        # A Secret that gets lost comes back as a rotation: engines know the token that they have mounted.
+        secured.kubectl.run("delete", "secret", SECRET)
+        eventually(lambda: secured.tokens()[:1] == [new] and len(secured.tokens()) == 2, "it to come back", WAIT)
+        load.await_answers(10)
+        assert secured.accepted(new) == {200}
+    assert load.failures == []
+    assert load.tried_again == []
+    assert secured.lives() == lives
+    assert secured.count_strangers(new) == 0
+    assert "refuses the router's token" not in secured.logs(names.ROUTER)
+    assert secured.operator.metric("bidikv_operator_engine_polls_total", result="refused") == 0
+    assert secured.operator.metric("bidikv_operator_engine_polls_total", result="answered") > 0
+    shown = secured.kubectl.run("get", f"events,{names.PLURAL},deployments", "--output", "json")
+    assert not any(token in shown + secured.operator.log() for token in (old, *secured.tokens()))
