@@ -15,7 +15,7 @@ from bidikv_runtime import contract
 from bidikv_runtime.connector.cost import MINIMUM_STEPS
 from bidikv_runtime.contract import EngineReport, SessionReport
 from e2e.engine.client import EngineClient, Message
-from e2e.engine.fixtures import OUTPUT_TOKENS, TOKEN, Deployment, assert_same, eventually, user, whole_blocks
+from e2e.engine.fixtures import OUTPUT_TOKENS, TOKEN, Deployment, assert_same, assistant, eventually, user, whole_blocks
 from e2e.engine.local import HOST, SERVED_MODEL
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio]
@@ -26,7 +26,7 @@ GUARDED = {contract.HANDOVER_HEADER: contract.HANDOVER_GUARDED}
 
 async def report(client: EngineClient, known: EngineReport | None = None) -> EngineReport:
     """The engine's report, of what has changed after ``known``."""
-    query = {} if known is None else {"epoch": known.epoch, "since": str(known.sequence)}
+    query = {"reads": "1"} | ({} if known is None else {"epoch": known.epoch, "since": str(known.sequence)})
     url = f"http://{HOST}:{client.engine.state_port}{contract.REPORT_PATH}"
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with aiohttp.ClientSession() as http, http.get(url, params=query, headers=headers) as response:
@@ -86,6 +86,28 @@ async def test_a_turn_is_reported_with_what_is_left_of_it(deployment: Deployment
     left = find_session(await report(d), "reported")
     assert left is not None
     assert left.held_tokens == 0
+
+
+async def test_what_others_have_not_read_is_reported(deployment: Deployment) -> None:
+    """Idle engines, too, know what would be lost with them: a preStop hook waits for it."""
+    p, d, messages = deployment.p, deployment.d, [user("unread", 900)]
+    session = {contract.SESSION_PARAM: "unread"}
+    prefill = session | {contract.HANDOVER_PARAM: True}
+    before = (await report(d)).unread_sessions
+    await p.chat(messages, max_tokens=1, stream=False, kv_transfer_params=prefill)
+    [answer] = await d.chat(
+        messages, max_tokens=OUTPUT_TOKENS, kv_transfer_params=session | {contract.SOURCES_PARAM: [p.engine.source]}
+    )
+    assert (await report(p)).unread_handovers == 0
+    assert (await report(d)).unread_sessions == before + 1
+    messages += [assistant(answer), user("and more", 600)]
+    await eventually(p.reset_prefix_cache, "P to reset its prefix cache")
+    reused = await deployment.reused(p)
+    await p.chat(
+        messages, max_tokens=1, stream=False, kv_transfer_params=prefill | {contract.SOURCES_PARAM: [d.engine.source]}
+    )
+    assert await deployment.reused(p) > reused
+    assert (await report(d)).unread_sessions == before
 
 
 async def test_what_moved_the_kv_is_reported(deployment: Deployment) -> None:
