@@ -178,11 +178,11 @@ class Operator:
             if fault.done():
                 raise WorkerDiedError(fault.result())
             fault.cancel()
+            await self._compare_kinds()
             found = await self._resync()
             self._metrics.corrections.inc(found)
             if found:
                 logger.warning("%d objects differed from what the watches had told", found)
-            await self._look_for_new_kinds()
 
     async def _resync(self) -> int:
         """Correct the cache and name every resource. Returns how many objects differed."""
@@ -192,6 +192,7 @@ class Operator:
                 break
             except ApiError as error:
                 logger.warning("The cache could not be compared with the API server: %s", error)
+                await self._compare_kinds()
                 await asyncio.sleep(RESYNC_RETRY_SECONDS)
         self._tokens.expire()
         for key in {*corrections.keys, *self._cache.keys()}:
@@ -287,19 +288,18 @@ class Operator:
             return False
         return True
 
-    async def _look_for_new_kinds(self) -> None:
-        """Stop, cleanly, when an optional kind is there that was not: the next start watches it.
+    async def _compare_kinds(self) -> None:
+        """Stop, cleanly, when an optional kind came or went: the next start watches what is there.
 
-        kopf takes no further kind while it runs. One that goes away ends its watch, and so this process.
+        kopf takes no further kind while it runs, and one that has gone fails every comparison of the cache.
         """
         try:
-            new = await self._find_optional_kinds() - self._optional
+            found = await self._find_optional_kinds()
         except StartError as error:
             logger.warning("Optional kinds could not be looked for: %s", error)
             return
-        if new:
-            listed = ", ".join(sorted(kind.kind for kind in new))
-            logger.info("%s is served now; stopping, to watch it from the next start on", listed)
+        for kind in sorted(found ^ self._optional, key=lambda kind: kind.kind):
+            logger.info("%s is %s; stopping, to start anew", kind.kind, "served now" if kind in found else "gone")
             self._stop.set()
 
     async def _check_rights(self) -> None:

@@ -152,11 +152,11 @@ async def test_optional_kinds_that_are_not_there_are_not_watched(
     watched = {handler.selector.plural for handler in told["registry"]._watching.get_all_handlers()}
     assert watched == {kind.plural for kind in (*WATCHED_KINDS, *OPTIONAL_KINDS)} - {"leaderworkersets", "podmonitors"}
     assert operator._reconciler.missing_kinds == {LEADER_WORKER_SET, POD_MONITOR}
-    await operator._look_for_new_kinds()
+    await operator._compare_kinds()
     assert not operator._stop.is_set()
     assert caplog.text.count("PodMonitor is left alone as if it were not served: podmonitors is forbidden") == 1
     kube.missing = ()
-    await operator._look_for_new_kinds()
+    await operator._compare_kinds()
     assert operator._stop.is_set(), "the next start watches it"
 
 
