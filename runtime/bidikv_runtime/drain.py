@@ -4,7 +4,9 @@
 
 A stopping pod leaves its EndpointSlices at once, but routers see that a moment later: first ``--leave-seconds`` pass.
 Then the engine's own report (``contract.EngineReport``) is read once a second until it has no requests, and other
-engines have read the KV of its sessions and of its finished prefills. SIGTERM comes when this process ends.
+engines have read the KV of its sessions and of its finished prefills. SIGTERM comes when this process ends. An engine
+whose reports no router with ``reuse`` Bidirectional has asked for lately reports no unread sessions: nobody would read
+them.
 
 Invariants: it ends within ``--leave-seconds`` and ``--seconds`` together (``LATE_SECONDS`` more if an answer hangs),
 and with status 0: a hook that fails only leaves an event behind. An engine that does not answer (it starts, it has
@@ -76,8 +78,6 @@ class Engine:
     port: int
     """Of the first rank; the others' count up by one."""
     ranks: int
-    with_sessions: bool
-    """Whether others ever read its sessions' KV (``reuse`` is Bidirectional)."""
     token_file: str
     """Empty: no token."""
 
@@ -97,7 +97,7 @@ class Engine:
             body = response.read(MOST_BYTES)
             if response.status != http.HTTPStatus.OK:
                 raise NoAnswer(f"port {port} answers {response.status}")
-            return parse_report(body, with_sessions=self.with_sessions)
+            return parse_report(body)
         except (OSError, http.client.HTTPException) as error:
             raise NoAnswer(f"port {port}: {error or type(error).__name__}") from error
         finally:
@@ -109,7 +109,7 @@ class Engine:
         return {"Authorization": f"Bearer {lines[0]}"} if lines else {}
 
 
-def parse_report(body: bytes, *, with_sessions: bool) -> Left:
+def parse_report(body: bytes) -> Left:
     """What a report says is left.
 
     Raises:
@@ -122,7 +122,7 @@ def parse_report(body: bytes, *, with_sessions: bool) -> Left:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise NoAnswer(f"its report cannot be understood: {error!r}") from error
-    return Left(requests, sessions if with_sessions else 0, handovers)
+    return Left(requests, sessions, handovers)
 
 
 def drain(engine: Engine, *, leave_seconds: float, seconds: float) -> str:
@@ -181,12 +181,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=parse_seconds, default=120.0, help="how long to wait after that, at most")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of the engine")
     parser.add_argument("--state-port", type=int, default=contract.STATE_PORT, help="of the first rank's reports")
-    parser.add_argument(
-        "--sessions",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether to wait for sessions to be read; not where KV never flows back",
-    )
     return parser
 
 
@@ -204,7 +198,6 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         host=environment.get(contract.ENV_LOOKUP_HOST) or "127.0.0.1",
         port=given.state_port,
         ranks=given.ranks,
-        with_sessions=given.sessions,
         token_file=environment.get(contract.ENV_TOKEN_FILE, ""),
     )
     try:

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from bidikv_runtime import contract
+from bidikv_runtime.connector.report import READERS_SECONDS
 from bidikv_runtime.contract import EngineReport, RouterConfig
 from bidikv_runtime.router.choice.endpoints import Endpoint, Pools
 from bidikv_runtime.router.control.token_file import TokenFile
@@ -205,13 +206,29 @@ async def test_streams_of_an_engine_that_leaves_end_undisturbed(service: Service
 
     await eventually(runs, "decode to stream")
     service.show(d1=True, d2=False)
-    drain = await service.drain("d1", "--no-sessions")
+    drain = await service.drain("d1")
     await asyncio.sleep(2.5)
     assert drain.returncode is None, "a request runs"
     engines["d1"].set_faults()
     assert (await stream)[0] == expected
+    await service.go_on([*messages, answered(expected), say(QUESTION * 12)])
     assert "nothing is left" in await finish(drain)
-    assert (await read_report(engines["d1"])).unread_sessions == 1, "which it was not told to wait for"
+
+
+async def test_sessions_that_no_router_has_read_are_not_waited_for(service: Service) -> None:
+    """Where nothing flows back, and when the routers are gone: the whole service is deleted."""
+    engines = service.engines
+    service.show(p1=False, d1=False)
+    await service.start_sessions(1)
+    await service.wait_for_reports()
+    assert (await read_report(engines["d1"])).unread_sessions == 1
+    await service.router.close()
+
+    async def nobody_reads() -> bool:
+        return (await read_report(engines["d1"])).unread_sessions == 0
+
+    await eventually(nobody_reads, "the engine to see that no router asks any more", READERS_SECONDS + WAIT_SECONDS)
+    assert "nothing is left" in await finish(await service.drain("d1"))
 
 
 async def test_a_prefill_engine_that_leaves_gets_no_prompt_and_its_results_are_read(service: Service) -> None:

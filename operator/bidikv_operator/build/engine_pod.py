@@ -47,7 +47,7 @@ def build_engine_template(resolved: Resolved, role: names.Role, *, labels: Mappi
     container = _build_container(resolved, settings, is_worker=False)
     container["ports"] = _build_ports(settings)
     container |= build_engine_probes()
-    container["lifecycle"] = {"preStop": build_engine_hook(resolved, role, settings)}
+    container["lifecycle"] = {"preStop": build_engine_hook(resolved, settings)}
     template = _build_template(resolved, role, settings, container, build_labels(resolved, role))
     template["spec"]["terminationGracePeriodSeconds"] = compute_engine_grace(resolved)
     template["spec"]["topologySpreadConstraints"] = build_spread(build_selector(resolved, role))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from bidikv_operator import names
 from bidikv_operator.build.meta import Manifest
 from bidikv_operator.resolved import Resolved, ResolvedEngine
 from bidikv_runtime import contract
@@ -31,8 +30,8 @@ def compute_engine_grace(resolved: Resolved) -> int:
     return ENGINE_LEAVE_SECONDS + resolved.updates.drain_seconds + REQUEST_SECONDS + MARGIN_SECONDS
 
 
-def build_engine_hook(resolved: Resolved, role: names.Role, settings: ResolvedEngine) -> Manifest:
-    """``preStop`` of an engine. Only decode has sessions that others will read, and in mode Bidirectional only."""
+def build_engine_hook(resolved: Resolved, settings: ResolvedEngine) -> Manifest:
+    """``preStop`` of an engine."""
     command = [
         *("python3", "-m", contract.DRAIN_MODULE),
         *("--leave-seconds", str(ENGINE_LEAVE_SECONDS)),
@@ -40,6 +39,4 @@ def build_engine_hook(resolved: Resolved, role: names.Role, settings: ResolvedEn
     ]
     if settings.data_parallel_size > 1:
         command += ["--ranks", str(settings.data_parallel_size)]
-    if role != names.DECODE or resolved.reuse != "Bidirectional":
-        command.append("--no-sessions")
     return {"exec": {"command": command}}

@@ -6,6 +6,7 @@ thread does not wait for a report, and without routers nothing is put together a
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from bidikv_runtime.contract import EXPECT_OVER, EngineReport
 
 MAXIMUM_REPORTED_PEERS: Final = 64
 """Of those that are reached, and of those that are not."""
+READERS_SECONDS: Final = 15.0
+"""For so long after a router's question its sessions may still be read. An idle router asks every 5 s."""
 
 
 class Reporter:
@@ -60,6 +63,7 @@ class Reporter:
         self._speed = 0.0
         self._speed_is_old = True
         self._one_at_a_time = threading.Lock()
+        self._readers_until = -math.inf
 
     def bind(self, pool: Any) -> None:
         """Take vLLM's ``BlockPool``, whose free blocks are reported."""
@@ -109,7 +113,8 @@ class Reporter:
         with self._one_at_a_time:
             sessions = self._sessions.collect(since if epoch == self._epoch else 0)
             sequence = self._sessions.sequence
-            unread_sessions = self._sessions.unread.count(time.monotonic())
+            now = time.monotonic()
+            unread_sessions = self._sessions.unread.count(now) if now < self._readers_until else 0
             held = self._sessions.count_held()
         pool = self._pool
         unreachable, reached = self._peers.judge(time.monotonic())
@@ -135,9 +140,11 @@ class Reporter:
 
     def answer(self, query: str) -> bytes:
         """The report as JSON. What makes no sense in ``epoch=...&since=...`` counts as absent; with ``sessions=0`` no
-        session is listed."""
+        session is listed. ``reads=1``: the asking router lets others read sessions' KV."""
         values = parse_qs(query, max_num_fields=8)
         since = values.get("since", [""])[0]
+        if values.get("reads") == ["1"]:
+            self._readers_until = time.monotonic() + READERS_SECONDS
         known = int(since) if since.isascii() and since.isdigit() and len(since) < 20 else 0
         report = self.build(values.get("epoch", [""])[0], known)
         return msgspec.json.encode(replace(report, sessions=()) if values.get("sessions") == ["0"] else report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,10 +14,11 @@ from bidikv_runtime.connector.cost import CostModel
 from bidikv_runtime.connector.hints import Hints
 from bidikv_runtime.connector.index import PublicationIndex
 from bidikv_runtime.connector.peers import Peers
-from bidikv_runtime.connector.report import MAXIMUM_REPORTED_PEERS, Reporter
+from bidikv_runtime.connector.report import MAXIMUM_REPORTED_PEERS, READERS_SECONDS, Reporter
 from bidikv_runtime.connector.sources import Source
 from bidikv_runtime.connector.tally import TransportTally
 from bidikv_runtime.connector.transport import TransportInfo
+from bidikv_runtime.connector.unread import LEAST_TOKENS
 from bidikv_runtime.contract import EngineReport, SessionReport, TransportReport
 
 BLOCK = 16
@@ -24,10 +26,10 @@ HASHES = [bytes([number]) for number in range(6)]
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, block_size: int = BLOCK) -> None:
         self.index = PublicationIndex()
         self.peers, self.transport = Peers(1.0, 60.0), TransportTally()
-        self.reporter = Reporter("engine-1", self.index, BLOCK, "abc", self.peers, self.transport)
+        self.reporter = Reporter("engine-1", self.index, block_size, "abc", self.peers, self.transport)
 
     def end_turn(self, session: str | None, body_bytes: int = 500) -> None:
         self.index.publish(HASHES, range(6))
@@ -54,6 +56,21 @@ def test_an_engine_that_does_nothing(rig: Rig) -> None:
         prefill_tokens_per_second=0.0,
         free_blocks=1.0,
     )
+
+
+def test_sessions_are_unread_only_while_a_router_asks_that_lets_others_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(block_size=LEAST_TOKENS)
+    rig.reporter.bind_retention(600.0, lambda: 0)
+    rig.end_turn("one")
+    now = time.monotonic()
+    assert rig.ask().unread_sessions == 0
+    assert rig.ask("reads=0").unread_sessions == 0
+    assert rig.ask("reads=1").unread_sessions == 1
+    assert rig.ask("sessions=0").unread_sessions == 1
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2 * READERS_SECONDS)
+    assert rig.ask("sessions=0").unread_sessions == 0
 
 
 def test_load_and_pool(rig: Rig) -> None:

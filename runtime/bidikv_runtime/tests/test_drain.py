@@ -83,7 +83,7 @@ def reports() -> Iterator[Reports]:
 
 
 def engine(reports: Reports, **more: Any) -> Engine:
-    values: dict[str, Any] = {"ranks": 1, "with_sessions": True, "token_file": ""}
+    values: dict[str, Any] = {"ranks": 1, "token_file": ""}
     return Engine("127.0.0.1", reports.port, **(values | more))
 
 
@@ -117,11 +117,6 @@ def test_when_its_time_is_over_it_says_what_was_left(reports: Reports) -> None:
     assert "1 requests, 2 sessions and 3 finished prefills" in sentence
 
 
-def test_sessions_that_nobody_reads_are_not_waited_for(reports: Reports) -> None:
-    reports.now = NOTHING | {"unread_sessions": 5}
-    assert "nothing is left" in drain.drain(engine(reports, with_sessions=False), leave_seconds=0, seconds=WAIT_SECONDS)
-
-
 def test_an_engine_that_has_gone_is_not_waited_for() -> None:
     reports = Reports()
     with serving(reports) as reports.port:
@@ -150,10 +145,10 @@ def test_all_ranks_are_asked_with_the_token_of_the_moment(reports: Reports, tmp_
 
 def test_a_report_of_the_product_is_understood() -> None:
     report = EngineReport("e", "1", 0, "c", 1, 0, 0.0, 1.0, unread_sessions=2, unread_handovers=3)
-    assert parse_report(msgspec.json.encode(report), with_sessions=True) == Left(1, 2, 3)
+    assert parse_report(msgspec.json.encode(report)) == Left(1, 2, 3)
     for body in (b"", b"[]", b"{}", b'{"requests": null}'):
         with pytest.raises(NoAnswer):
-            parse_report(body, with_sessions=True)
+            parse_report(body)
 
 
 @pytest.mark.parametrize("wrong", ["-1", "nan", "1e9", "soon"])

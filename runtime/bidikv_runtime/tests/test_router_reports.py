@@ -91,8 +91,8 @@ async def test_reports_reach_the_fleet_and_only_changes_are_asked_for() -> None:
         await one.wait_for_exchange(3)
         first, second = one.exchanges[0], one.exchanges[2]
         assert urlsplit(first.target).path == "/report"
-        assert parse_qs(urlsplit(first.target).query) == {"since": ["0"]}
-        assert parse_qs(urlsplit(second.target).query) == {"epoch": ["a b"], "since": ["17"]}
+        assert parse_qs(urlsplit(first.target).query) == {"since": ["0"], "reads": ["1"]}
+        assert parse_qs(urlsplit(second.target).query) == {"epoch": ["a b"], "since": ["17"], "reads": ["1"]}
         assert first.header("authorization") is None
         view = control.view(one)
         assert (view.load, view.sessions, view.compatibility) == (5, 1, "a")
@@ -134,7 +134,7 @@ async def test_a_missing_report_leaves_the_last_one_in_force_for_a_while(caplog:
         assert control.view(one).sessions == 0
         one.behave = answer_report(report(requests=3))
         await control.until(lambda: control.view(one).load == 3)
-        assert "/report?epoch=&since=0" in [exchange.target for exchange in one.exchanges[1:]], "all of it anew"
+        assert "/report?epoch=&since=0&reads=1" in [exchange.target for exchange in one.exchanges[1:]], "all of it anew"
     complaints = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert complaints == [f"The engine {reporting(one).address} does not report (HTTP 500 from port {one.port})"]
 
