@@ -6,6 +6,7 @@ The middle is pure; whatever fails is repeated by the queue. A pass is idempoten
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -51,13 +52,14 @@ class Reconciler:
     missing_kinds: frozenset[Kind] = frozenset()
     """Optional kinds that this cluster does not serve, or not to this operator."""
     engines: FactStore = field(default_factory=FactStore)
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     _applier: Applier = field(init=False)
     _healer: Healer = field(init=False)
     _status_writer: StatusWriter = field(init=False)
 
     def __post_init__(self) -> None:
         self._applier = Applier(self.kube, self.cache)
-        self._healer = Healer(self.kube)
+        self._healer = Healer(self.kube, self.clock)
         self._status_writer = StatusWriter(self.kube, self.cache)
 
     async def reconcile(self, key: Key) -> Result:
@@ -86,7 +88,7 @@ class Reconciler:
         checked = validate(
             observed.resource, runtime_image=self.runtime_image, operator_namespace=self.operator_namespace
         )
-        now = datetime.now(UTC)
+        now = self.clock()
         token, healing = TokenOutcome(), None
         if not isinstance(checked, Rejected):
             self.engines.expect(key, build_expectation(checked))
@@ -120,7 +122,7 @@ class Reconciler:
     async def _post_notes(self, resource: Object, token: TokenOutcome, healing: Healing | None) -> None:
         """Events about what was done without having been asked for."""
         if token.step is not None:
-            now = datetime.now(UTC).isoformat()
+            now = self.clock().isoformat()
             reason = names.REASON_TOKEN_ROTATED
             await post_note(self.kube, resource, reason, token.step, told=(now,), identity=self.identity)
         for one in healing.recycle if healing is not None else ():
