@@ -3,7 +3,7 @@ PYTHON := .venv/bin/python
 export UV_SYSTEM_CERTS := 1
 UV := $(or $(BIDIKV_CACHE),$(HOME)/.cache/bidikv)/tools/bin/uv
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-cluster test-engine bench-kv bench-router bench-paths soak-kv lint format generate constraints images engine \
+.PHONY: help setup demo test test-unit test-cluster test-engine bench-kv bench-router bench-paths bench-operator soak-kv lint format generate constraints images engine \
         cluster-up cluster-down cluster-status clean
 
 help:  ## Show the targets
@@ -51,6 +51,9 @@ bench-router: setup  ## The router beside vllm-router, on one core each: speed, 
 
 bench-paths: engine  ## The paths of a turn on real engines: time to first token, what the router chooses (7 minutes)
 	@$(PYTHON) -m e2e.bench.paths $(ARGUMENTS)
+
+bench-operator: setup  ## The operator with 1,000 resources on an API server of its own: time, CPU, memory, calls (8 minutes)
+	@$(PYTHON) -m e2e.bench.operator $(ARGUMENTS)
 
 MINUTES := 10
 soak-kv: engine  ## The KV protocol under kills, freezes, aborts and evictions; every answer is checked (MINUTES=10)

@@ -32,7 +32,7 @@ from bidikv_operator.reconcile import Reconciler
 from bidikv_operator.resync import resync
 from bidikv_operator.settings import Settings, SettingsError, read_settings
 from bidikv_operator.token_store import TokenStore
-from bidikv_operator.watch import WatchAges, build_registry, build_settings
+from bidikv_operator.watch import Forgetful, WatchAges, build_registry, build_settings
 from bidikv_operator.workqueue import QueueObserver, WorkQueue
 
 logger = logging.getLogger("bidikv_operator")
@@ -210,6 +210,7 @@ class Operator:
         tasks = await kopf.spawn_tasks(
             registry=build_registry(self._cache, self._queue.add, self._ages, self._kinds()),
             settings=build_settings(self._kinds()),
+            memories=Forgetful(),
             # Unless it is told, kopf asks for the user's name, which an arbitrary uid in a container has not.
             identity=cast(Any, self._settings.identity),
             standalone=True,

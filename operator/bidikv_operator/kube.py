@@ -27,8 +27,8 @@ Object = dict[str, Any]
 
 APPLY_CONTENT_TYPE: Final = "application/apply-patch+yaml"
 MERGE_CONTENT_TYPE: Final = "application/merge-patch+json"
-PAGE_SIZE: Final = 200
-"""Objects per page of a list: that many Deployments take 10 MB for a moment."""
+PAGE_SIZE: Final = 100
+"""Objects per page of a list: that many Deployments take 5 MB for a moment."""
 READ_TIMEOUT_SECONDS: Final = 30.0
 MESSAGE_LIMIT: Final = 1024
 CONNECTIONS: Final = 32

@@ -104,7 +104,7 @@ async def test_the_token_is_asked_for_at_each_request() -> None:
         configuration.api_key["BearerToken"] = next(tokens)
 
     configuration.api_key["BearerToken"] = "Bearer none"
-    configuration.refresh_api_key_hook = refresh
+    configuration.refresh_api_key_hook = refresh  # type: ignore[assignment]
     kube = Kube(client.ApiClient(configuration), write_timeout_seconds=5)
     try:
         await kube.get(SERVICE, "n", "x")
@@ -159,8 +159,8 @@ async def test_lists_are_paged(server: tuple[Server, Kube]) -> None:
     assert {item["kind"] for page in listed for item in page.items} == {"Pod"}
     assert [page.resource_version for page in listed] == ["7", "7"]
     first, second = (request[2] for request in script.requests)
-    assert first == {"limit": "200", "labelSelector": "a=b"}
-    assert second == {"limit": "200", "labelSelector": "a=b", "continue": "more"}
+    assert first == {"limit": "100", "labelSelector": "a=b"}
+    assert second == {"limit": "100", "labelSelector": "a=b", "continue": "more"}
     assert script.requests[0][1] == "/api/v1/pods"
 
 

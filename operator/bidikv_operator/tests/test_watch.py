@@ -15,7 +15,7 @@ from bidikv_operator import names
 from bidikv_operator.cache import Key, ObjectCache
 from bidikv_operator.kinds import CHILD_KINDS, INFERENCE, POD, SERVICE, WATCHED_KINDS
 from bidikv_operator.tests.samples import make_resource
-from bidikv_operator.watch import WatchAges, build_registry, build_settings, kopf_selector
+from bidikv_operator.watch import Forgetful, WatchAges, build_registry, build_settings, kopf_selector
 
 
 @pytest.fixture
@@ -92,6 +92,14 @@ async def test_the_echo_of_a_status_names_the_resource_if_it_holds_another_spec(
     cache.put(INFERENCE, answer)
     await handlers[INFERENCE.plural](event={"type": "MODIFIED", "object": answer})
     assert named == expected
+
+
+async def test_kopf_remembers_no_object() -> None:
+    memories = Forgetful()
+    memory = await memories.recall({"metadata": {"uid": "u"}}, memobase=kopf.Memo(), noticed_by_listing=True)
+    assert memory.noticed_by_listing
+    assert list(memories.iter_all_memories()) == []
+    await memories.forget({"metadata": {"uid": "u"}})
 
 
 async def test_age_of_the_oldest_watch() -> None:
