@@ -114,7 +114,7 @@ DRAIN_MODULE: Final = "bidikv_runtime.drain"
 REPORT_PATH: Final = "/report"
 """On ``STATE_PORT``: ``GET /report?epoch=<epoch>&since=<sequence>`` gives an ``EngineReport`` as JSON, with the
 sessions that changed after ``since`` (all of them when the epoch is another or missing); ``&sessions=0`` leaves them
-out. ``&reads=1`` is said by a router that has prefill read sessions back from decode. It wants a token if there is a
+out. ``&reads=1``: the router that asks will have others read the engine's sessions. It wants a token if there is a
 file."""
 REACH_SECONDS: Final = 90.0
 """What an engine reports of its peers is no older. Of a silent one that requests name it asks again once a minute."""

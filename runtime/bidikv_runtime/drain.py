@@ -5,8 +5,8 @@
 A stopping pod leaves its EndpointSlices at once, but routers see that a moment later: first ``--leave-seconds`` pass.
 Then the engine's own report (``contract.EngineReport``) is read once a second until it has no requests, and other
 engines have read the KV of its sessions and of its finished prefills. SIGTERM comes when this process ends. An engine
-whose reports no router with ``reuse`` Bidirectional has asked for lately reports no unread sessions: nobody would read
-them.
+that no router has told lately that its sessions will be read (reuse is OneWay, it is the last one of its release, the
+routers are gone) reports no unread ones.
 
 Invariants: it ends within ``--leave-seconds`` and ``--seconds`` together (``LATE_SECONDS`` more if an answer hangs),
 and with status 0: a hook that fails only leaves an event behind. An engine that does not answer (it starts, it has

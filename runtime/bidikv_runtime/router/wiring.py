@@ -73,9 +73,7 @@ class Router:
         self.metrics.prefill_slots.set_function(lambda: self.proxy.admission.active)
         self.metrics.queued.set_function(lambda: self.proxy.admission.queued)
         self.metrics.read_engines = self.fleet.describe
-        self._poller = ReportPoller(
-            self.fleet, self.pool, limits, token or TokenFile(None), reads=config.reuse == "Bidirectional"
-        )
+        self._poller = ReportPoller(self.fleet, self.pool, limits, token or TokenFile(None))
         self._prober = Prober(self.fleet, self.pool, limits)
         self._control: list[asyncio.Task[None]] = []
 

@@ -126,3 +126,24 @@ def test_those_that_leave_are_asked_for_reports_and_stay_sources_of_their_group(
     assert rig.fleet.choose_path(turn, other).path == "bidirectional"
     assert rig.fleet.choose_path(turn, other).uncached_tokens < 200
     assert rig.fleet.choose_path(turn, DB).uncached_tokens > 4000, "computed anew"
+
+
+def test_the_last_engine_of_a_group_that_leaves_will_not_be_read() -> None:
+    def will_be_read(rig: FleetRig) -> set[str]:
+        return {engine.address for engine in rig.fleet.list_reporting() if engine.reads}
+
+    other = decode(3, state_port=5800)
+    rig = build(PA, DA, PB, DB)
+    rig.report(other, compatibility="a")
+    assert {DA.address, DB.address} <= will_be_read(rig)
+    rig.fleet.replace(Pools((PA, PB), (leaving(DA), DB)))
+    assert DA.address not in will_be_read(rig), "its sessions are computed anew"
+    rig.fleet.replace(Pools((PA, PB), (leaving(DA), DB, starting(other))))
+    rig.report(other, compatibility="a")
+    assert DA.address not in will_be_read(rig)
+    rig.fleet.replace(Pools((PA, PB), (leaving(DA), DB, other)))
+    assert DA.address in will_be_read(rig)
+    rig.fleet.replace(Pools((PB,), (leaving(DA), DB, other)))
+    assert DA.address not in will_be_read(rig), "no prefill could read it"
+    oneway = FleetRig((PA,), (DA, other), reuse="OneWay")
+    assert will_be_read(oneway) == set()

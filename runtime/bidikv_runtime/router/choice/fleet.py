@@ -55,6 +55,8 @@ class Reporting:
     """Of its reports."""
     epoch: str
     sequence: int
+    reads: bool = False
+    """Its sessions' KV will be read: where it stops, it is worth waiting for that."""
 
 
 class Fleet:
@@ -197,9 +199,27 @@ class Fleet:
                 epoch, sequence = (last.epoch, last.sequence) if last is not None else ("", 0)
                 listed.setdefault(
                     endpoint.address,
-                    Reporting(endpoint.address, endpoint.host, endpoint.state_port, epoch, sequence),
+                    Reporting(
+                        endpoint.address,
+                        endpoint.host,
+                        endpoint.state_port,
+                        epoch,
+                        sequence,
+                        self._will_be_read(engine),
+                    ),
                 )
         return list(listed.values())
+
+    def _will_be_read(self, engine: Engine) -> bool:
+        """Whether the engine's sessions will be read where they go. Not when it leaves as the last one of its group:
+        where they go computes them anew, and as long as they go nowhere they stay."""
+        return self._config.reuse == "Bidirectional" and (
+            not engine.endpoint.terminating
+            or any(
+                other is not engine and other.tier <= 1 and is_ready(other.endpoint) and other.fits(engine)
+                for other in self._decode_rankings.engines
+            )
+        )
 
     def _judge_decode(self) -> None:
         """Find the tier of every decode engine, and which ones are candidates.

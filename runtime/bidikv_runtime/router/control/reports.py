@@ -54,11 +54,7 @@ class ReportFailed(Exception):
 class ReportPoller:
     """Keeps the fleet's reports fresh."""
 
-    def __init__(
-        self, fleet: Fleet, pool: UpstreamPool, limits: Limits, token: TokenFile, *, reads: bool = True
-    ) -> None:
-        """``reads``: prefill reads sessions back from decode, so a stopping engine waits for that."""
-        self._reads = reads
+    def __init__(self, fleet: Fleet, pool: UpstreamPool, limits: Limits, token: TokenFile) -> None:
         self._fleet, self._pool, self._limits, self._token = fleet, pool, limits, token
         self._turn = asyncio.Semaphore(_AT_ONCE)
         self._asking: set[str] = set()
@@ -123,7 +119,7 @@ class ReportPoller:
         Raises:
             ReportFailed: none came, or not one that can be used.
         """
-        query = urlencode({"epoch": engine.epoch, "since": engine.sequence, "reads": int(self._reads)})
+        query = urlencode({"epoch": engine.epoch, "since": engine.sequence, "reads": int(engine.reads)})
         try:
             answer = await fetch(
                 self._pool,
