@@ -147,3 +147,17 @@ def test_the_last_engine_of_a_group_that_leaves_will_not_be_read() -> None:
     assert DA.address not in will_be_read(rig), "no prefill could read it"
     oneway = FleetRig((PA,), (DA, other), reuse="OneWay")
     assert will_be_read(oneway) == set()
+
+
+def test_a_session_whose_engine_leaves_stays_in_its_group_while_that_has_room() -> None:
+    other = decode(3, state_port=5800)
+    rig = FleetRig((PA, PB), (DA, DB, other), limits={"warm_seconds": 0, "spill_floor": 2})
+    for engine, group in ((PA, "a"), (DA, "a"), (other, "a"), (PB, "b"), (DB, "b")):
+        rig.report(engine, compatibility=group)
+    rig.fleet.replace(Pools((PA, PB), (leaving(DA), DB, other)))
+    keys = sessions(40)
+    assert {rig.first(session).address for session in keys} == {DB.address, other.address}
+    rig.report(DA, *(held(session, 5000) for session in keys), compatibility="a")
+    assert {rig.first(session).address for session in keys} == {other.address}
+    rig.report(other, requests=50, compatibility="a")
+    assert {rig.first(session).address for session in keys} == {DB.address}

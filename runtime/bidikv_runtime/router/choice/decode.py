@@ -3,7 +3,8 @@
 The first engine of the session's ranking whose load is below the capacity takes the turn (Mirrokni, Thorup and
 Zadimoghaddam, *Consistent Hashing with Bounded Loads*, SODA 2018). An engine that reports to hold the session's KV
 comes first as long as it is below the capacity, too: a scale-up moves no running session, and one that was relieved
-elsewhere stays there. All replicas see the same reports, so they agree up to the reports' age.
+elsewhere stays there. Where it cannot take the turn (it leaves, it is full), engines that can read its KV come first.
+All replicas see the same reports, so they agree up to the reports' age.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def order_decode(
         warm_seconds: until they get all of the new sessions that they win.
     """
     chosen: list[Engine] = []
+    home: Engine | None = None
     if holdings:
+        home = max(holdings, key=lambda holding: holding.held_tokens).engine
         much = max(max(holding.held_tokens, holding.prompt_tokens) for holding in holdings) / 2
         good = [
             holding
@@ -75,6 +78,7 @@ def order_decode(
     distant: list[Engine] = []
     warming: list[Engine] = []
     crowded: list[Engine] = []
+    strange: list[Engine] = []
     foreign: list[Engine] = []
     first = chosen[0] if chosen else None
     wanted = TRIES - len(chosen)
@@ -89,12 +93,14 @@ def order_decode(
             crowded.append(engine)
         elif engine.warm_from is not None and not _takes(engine, weight, now, warm_seconds):
             warming.append(engine)
+        elif home is not None and not engine.fits(home):
+            strange.append(engine)
         elif engine.tier == 1:
             distant.append(engine)
         else:
             first = first or engine
             usual.append(engine)
-    return (chosen + usual + distant + warming + crowded + foreign)[:TRIES]
+    return (chosen + usual + distant + strange + warming + crowded + foreign)[:TRIES]
 
 
 def _takes(engine: Engine, weight: bytes, now: float, warm_seconds: float) -> bool:
