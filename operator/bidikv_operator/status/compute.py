@@ -58,12 +58,8 @@ def compute_status(
     views: dict[names.Role, RoleView] = {
         role: view_engines(role, rollout, observed, applied, updates) for role in names.ENGINE_ROLES
     }
-    views[names.ROUTER] = view_router(
-        observed,
-        applied,
-        wanted=resolved.router.replicas if resolved else None,
-        has_engines=all(view.ready for view in views.values()),
-    )
+    wanted = resolved.router.replicas if resolved is not None else None
+    views[names.ROUTER] = view_router(observed, applied, tuple(views.values()), wanted=wanted)
     accepted = _compute_accepted(checked)
     roles = tuple(compute_role_condition(view) for view in views.values())
     transport = _compute_transport(observed, resolved)

@@ -7,7 +7,7 @@ by Progressing and Degraded and leaves the role ready. A Deployment's own condit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -95,12 +95,12 @@ def view_engines(
     )
 
 
-def view_router(observed: Observed, applied: Applied, *, wanted: int | None, has_engines: bool) -> RoleView:
-    """The router's Deployment.
+def view_router(observed: Observed, applied: Applied, engines: Collection[RoleView], *, wanted: int | None) -> RoleView:
+    """The router's Deployment. A router says itself that it is not ready while a role has no ready engine.
 
     Args:
+        engines: both engine roles.
         wanted: None: what the Deployment itself says.
-        has_engines: whether there is a ready engine of each role; without, a router says itself that it is not ready.
     """
     name = observed.resource["metadata"]["name"]
     ref = ChildRef(DEPLOYMENT, names.child_name(name, names.ROUTER))
@@ -113,8 +113,12 @@ def view_router(observed: Observed, applied: Applied, *, wanted: int | None, has
     pods = _pods_of(observed, names.ROUTER)
     needs = compute_needs((deployment.get("spec") or {}).get("template", {}).get("spec", {}))
     trouble, stages = find_trouble(pods, needs), describe_stages(pods)
-    if not has_engines and (trouble is None or trouble.reason == names.REASON_NOT_ANSWERING):
-        trouble, stages = None, "a router is ready once engines of both roles are"
+    has_engines = all(view.ready for view in engines)
+    if trouble is None or trouble.reason == names.REASON_NOT_ANSWERING:
+        if not has_engines:
+            trouble, stages = None, "a router is ready once engines of both roles are"
+        elif not _has_failed_with_engines(observed, pods):
+            trouble = None
     return RoleView(
         role=names.ROUTER,
         wanted=wanted,
@@ -128,6 +132,30 @@ def view_router(observed: Observed, applied: Applied, *, wanted: int | None, has
         is_late=_is_late(status) and has_engines,
         trouble=trouble or _find_creation_trouble(applied, [ref]),
         stages=stages,
+    )
+
+
+def _has_failed_with_engines(observed: Observed, routers: list[dict[str, Any]]) -> bool:
+    """Whether some router ceased to be ready after engines of both roles were.
+
+    Else it ceased for want of engines, and has not been probed again since they came. Times of the API compare as text.
+    """
+    since = [
+        min((at for pod in _pods_of(observed, role) if (at := _changed_at(pod, "True"))), default="")
+        for role in names.ENGINE_ROLES
+    ]
+    return any(at > max(since) for pod in routers if (at := _changed_at(pod, "False")))
+
+
+def _changed_at(pod: Object, status: str) -> str:
+    """When the pod's Ready became ``status``; empty when it is not."""
+    return next(
+        (
+            condition.get("lastTransitionTime") or ""
+            for condition in (pod.get("status") or {}).get("conditions") or []
+            if condition["type"] == "Ready" and condition["status"] == status
+        ),
+        "",
     )
 
 

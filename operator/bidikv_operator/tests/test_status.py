@@ -304,12 +304,15 @@ def test_a_router_without_engines_is_not_at_fault() -> None:
         ],
     }
 
-    def tell(prefill: EngineSet) -> tuple[tuple[str, str], tuple[str, str]]:
-        deployment, pods = router(1, 0), (pod("router", **lost),)
+    def tell(prefill: EngineSet, *engine_pods: Object) -> tuple[tuple[str, str], tuple[str, str]]:
+        deployment, pods = router(1, 0), (pod("router", **lost), *engine_pods)
         conditions = conditions_of(status_of(rollout_of(prefill), router_deployment=deployment, pods=pods))
         return conditions["RouterReady"], conditions["Degraded"]
 
     assert tell(engines("prefill", 1, 0)) == (("False", "Starting"), ("False", "AsExpected"))
+    # The engine has just come; the router will be probed again within seconds.
+    came = pod(conditions=[{"type": "Ready", "status": "True", "lastTransitionTime": LATER}])
+    assert tell(engines("prefill", 1, 1), came) == (("False", "Starting"), ("False", "AsExpected"))
     assert tell(engines("prefill", 1, 1)) == (("False", "PodNotAnswering"), ("True", "PodNotAnswering"))
 
 
