@@ -288,6 +288,7 @@ async def test_sessions_move_to_a_new_release_when_both_of_its_roles_are_ready(s
     for messages in conversations:
         await service.go_on(messages)
     assert await count_served(engines["d1"]) == before
+    assert "nothing is left" in await finish(await service.drain("d1")), "nobody could read its sessions"
     service.show(d1=None, p1=None)
     cached = await count_cached(engines["db"])
     for messages in conversations:
