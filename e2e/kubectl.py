@@ -92,7 +92,7 @@ class Kubectl:
     def condition(self, kind: str, name: str, condition: str) -> dict[str, str]:
         """One status condition of an object; empty while there is none."""
         found = self.get(kind, name) or {}
-        conditions = found.get("status", {}).get("conditions", [])
+        conditions = (found.get("status") or {}).get("conditions") or []
         return next((c for c in conditions if c["type"] == condition), {})
 
     @contextmanager

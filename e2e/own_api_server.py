@@ -14,15 +14,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from bidikv_operator import names
 from e2e.bench.operator.control_plane import ADVERTISED, ControlPlane, run_control_plane
 from e2e.bench.processes import guardian
 from e2e.cluster.paths import find_paths, find_tool
 from e2e.install import ROOT
-from e2e.kubectl import Kubectl
+from e2e.kubectl import Kubectl, eventually
 from e2e.network_namespace import own_network
 
 STRICT: Final = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
 """Some clusters have it: who makes children block their owner's deletion needs a right for that."""
+ESTABLISHED_SECONDS: Final = 30.0
 CRD = ROOT / "crds" / "serving.bidikv.io_bidikvinferences.yaml"
 
 
@@ -110,5 +112,14 @@ def run_own_api_server(folder: Path) -> Iterator[OwnApiServer]:
     ):
         kubectl = Kubectl(find_tool("kubectl", find_paths()), str(control_plane.kubeconfig))
         kubectl.run("apply", "--server-side", "-f", str(CRD))
-        kubectl.run("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRD))
+        wait_until_established(kubectl, names.CRD_NAME)
         yield OwnApiServer(control_plane, kubectl, folder)
+
+
+def wait_until_established(kubectl: Kubectl, definition: str) -> None:
+    """``kubectl wait`` fails on a definition that has no conditions yet."""
+
+    def look() -> bool:
+        return kubectl.condition("customresourcedefinition", definition, "Established").get("status") == "True"
+
+    eventually(look, f"{definition} to be served", ESTABLISHED_SECONDS, every=0.1)

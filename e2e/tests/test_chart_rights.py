@@ -23,7 +23,7 @@ from e2e.bench.operator.control_plane import HOST, PORT
 from e2e.install import CHART, RELEASE
 from e2e.kubectl import Kubectl, KubectlError, Manifest, eventually
 from e2e.operator_process import OperatorProcess
-from e2e.own_api_server import OwnApiServer, Request
+from e2e.own_api_server import OwnApiServer, Request, wait_until_established
 from e2e.tests.test_chart import RIGHTS, helm
 
 pytestmark = pytest.mark.cluster
@@ -106,7 +106,7 @@ def served_kinds(own_api_server: OwnApiServer) -> None:
     """The optional kinds are served here, by definitions that take anything."""
     own_api_server.kubectl.apply(*(build_definition(kind) for kind in (LEADER_WORKER_SET, POD_MONITOR)))
     for kind in (LEADER_WORKER_SET, POD_MONITOR):
-        own_api_server.kubectl.run("wait", "--for=condition=Established", f"crd/{kind.plural}.{kind.group}")
+        wait_until_established(own_api_server.kubectl, f"{kind.plural}.{kind.group}")
 
 
 @pytest.fixture(scope="module", params=["the whole cluster", "one namespace"])

