@@ -37,7 +37,7 @@ Object = dict[str, Any]
 
 CRD: Final = ROOT / "crds" / f"{names.GROUP}_{names.PLURAL}.yaml"
 SERVED_LIMIT_SECONDS: Final = 30.0
-COLD_LIMIT_SECONDS: Final = 900.0
+COLD_LIMIT_SECONDS: Final = 1800.0
 CHANGE_LIMIT_SECONDS: Final = 30.0
 IDLE_LIMIT_SECONDS: Final = 300.0
 IDLE_POLL_SECONDS: Final = 0.25
