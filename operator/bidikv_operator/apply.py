@@ -1,8 +1,10 @@
 """Bring the children of one resource to what is desired. The only writer of children.
 
-Order: what a scale-down should take, sets of engines that are to become empty, then as ``Desired`` yields, then
-orphans. At rest nothing is written, not even a no-op apply (``drift.py``). An object that somebody else owns is never
-taken over, one that is being deleted is waited for, and a set of engines that has pods is emptied before it is deleted.
+Order: what a scale-down should take, then as ``Desired`` yields, then sets of engines that are to become empty, then
+orphans. Engines give way only to sets that the API server has accepted: one that it refuses, or whose kind it does not
+serve, takes nothing from those that run. At rest nothing is written, not even a no-op apply (``drift.py``). An object
+that somebody else owns is never taken over, one that is being deleted is waited for, and a set of engines that has pods
+is emptied before it is deleted.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from bidikv_operator.drift import LastApplied, is_unchanged, mark_applied, recor
 from bidikv_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, LEADER_WORKER_SET, POD, Kind
 from bidikv_operator.kube import ApiError, ConflictError, NotFoundError, TransientError
 from bidikv_operator.rollout.scale import PodCost, Scaling
+from bidikv_operator.rollout.sets import find_input
 from bidikv_operator.state import Applied, Failure, Observed
 
 Object = dict[str, Any]
@@ -65,15 +68,10 @@ def _is_due(kind: Kind, manifest: Object, children: Mapping[ChildRef, Object]) -
     if kind != CONTROLLER_REVISION:
         return True
     return any(
-        _find_input(child) == _find_input(manifest)
+        find_input(child) == find_input(manifest)
         for ref, child in children.items()
         if ref.kind in (DEPLOYMENT, LEADER_WORKER_SET)
     )
-
-
-def _find_input(obj: Object) -> str | None:
-    found: str | None = (obj["metadata"].get("annotations") or {}).get(names.ANNOTATION_INPUT)
-    return found
 
 
 @dataclass
@@ -102,13 +100,7 @@ class Applier:
         wanted = {*desired.kept, *scaling.others}
         for cost in scaling.costs:
             await self._write_cost(key.namespace, cost)
-        for ref, count in scaling.others.items():
-            try:
-                children[ref] = await self._resize(ref, children[ref], count, owner)
-            except TransientError:
-                raise
-            except ApiError as error:
-                failures.append(Failure(ref, names.REASON_APPLY_FAILED, str(error)))
+        accepted = set[ChildRef]()
         for kind, manifest in desired:
             ref = ChildRef(kind, manifest["metadata"]["name"])
             wanted.add(ref)
@@ -128,10 +120,24 @@ class Applier:
                 waiting.append(ref)
             else:
                 children[ref] = outcome
+                accepted.add(ref)
+        if accepted >= set(scaling.replicas):
+            for ref, count in scaling.others.items():
+                try:
+                    children[ref] = await self._resize(ref, children[ref], count, owner)
+                except TransientError:
+                    raise
+                except ApiError as error:
+                    failures.append(Failure(ref, names.REASON_APPLY_FAILED, str(error)))
         for ref in [ref for ref in children if ref not in wanted]:
-            if await self._delete_orphan(key, ref, children[ref], owner):
-                del children[ref]
-                memory.pop(ref, None)
+            try:
+                if await self._delete_orphan(key, ref, children[ref], owner):
+                    del children[ref]
+                    memory.pop(ref, None)
+            except TransientError:
+                raise
+            except ApiError as error:
+                failures.append(Failure(ref, names.REASON_APPLY_FAILED, str(error)))
         return Applied(children=children, failures=tuple(failures), waiting=tuple(waiting))
 
     def forget(self, key: Key) -> None:

@@ -38,7 +38,7 @@ from bidikv_operator.kinds import (
     SERVICE_ACCOUNT,
     Kind,
 )
-from bidikv_operator.names import ENGINE_ROLES, ROLES
+from bidikv_operator.names import ENGINE_ROLES, ROLES, Role
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.rollout.sets import find_engine_set
 
@@ -87,16 +87,19 @@ def build_all(
     resolved: Resolved,
     children: Mapping[ChildRef, Mapping[str, Any]] | None = None,
     replicas: Mapping[ChildRef, int] | None = None,
+    inputs: Mapping[Role, str] | None = None,
 ) -> Desired:
     """All children.
 
     Args:
         children: those that exist.
         replicas: of the current set of each engine role; what the resource says when None.
+        inputs: whose templates that set has in this step of a rollout; what the resource says when None.
     """
     children = children or {}
     budgets = (build_disruption_budget(resolved, role) for role in ROLES)
-    chosen = {role: choose_templates(resolved, role, children) for role in ENGINE_ROLES}
+    chosen = {role: choose_templates(resolved, role, children, (inputs or {}).get(role)) for role in ENGINE_ROLES}
+    revisions = [build_controller_revision(resolved, role, chosen[role], children) for role in ENGINE_ROLES]
     templates = [
         template for each in chosen.values() for template in (each.engine, each.worker) if template is not None
     ]
@@ -117,12 +120,12 @@ def build_all(
         ),
         network_policies=build_network_policies(resolved),
         claim_templates=build_claim_templates(resolved, templates),
-        revisions=tuple(build_controller_revision(resolved, role, chosen[role], children) for role in ENGINE_ROLES),
+        revisions=tuple(revision for revision in revisions if revision is not None),
         deployments=(*sets[DEPLOYMENT], build_router_deployment(resolved, compute_config_hash(resolved))),
         leader_worker_sets=tuple(sets[LEADER_WORKER_SET]),
         disruption_budgets=tuple(budget for budget in budgets if budget is not None),
         pod_monitors=build_pod_monitors(resolved),
-        kept=choose_kept_revisions(resolved, children) | _find_claim_templates(children.values()),
+        kept=choose_kept_revisions(resolved, chosen, children) | _find_claim_templates(children.values()),
     )
 
 

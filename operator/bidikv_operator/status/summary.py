@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bidikv_operator import names
-from bidikv_operator.kinds import LEADER_WORKER_SET, POD_MONITOR, RESOURCE_CLAIM_TEMPLATE, Kind
+from bidikv_operator.kinds import DEPLOYMENT, LEADER_WORKER_SET, POD_MONITOR, RESOURCE_CLAIM_TEMPLATE, Kind
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.rollout.plan import Rollout
 from bidikv_operator.state import Applied, Failure
@@ -105,11 +105,13 @@ def compute_ready(picture: Picture) -> Condition:
     name = names.READY
     if picture.accepted.status != "True":
         return Condition(name, "False", picture.accepted.reason, picture.accepted.message)
-    # A child that could only not be changed still serves; without one of its children the resource does not.
+    # A child that could only not be changed still serves; without one of its children the resource does not. Whether
+    # there are pods that serve is for the roles to say: earlier engines do while newer ones are refused.
     missing = tuple(
         failure
         for failure in picture.applied.failures
-        if failure.reason == names.REASON_NAME_TAKEN or failure.ref not in picture.applied.children
+        if failure.reason == names.REASON_NAME_TAKEN
+        or (failure.ref not in picture.applied.children and failure.ref.kind not in (DEPLOYMENT, LEADER_WORKER_SET))
     )
     if missing:
         return Condition(name, "False", *_explain_failures(missing))

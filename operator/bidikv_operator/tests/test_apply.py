@@ -42,8 +42,8 @@ class World:
         self.applier = Applier(self.kube, self.cache)
 
     def desired(self) -> Desired:
-        observed, resolved = self.observed(), resolve(self.resource)
-        return build_all(resolved, observed.children, self.scaling().replicas)
+        scaling = self.scaling()
+        return build_all(resolve(self.resource), self.observed().children, scaling.replicas, scaling.inputs)
 
     def observed(self) -> Observed:
         found = observe(self.cache, KEY)
@@ -249,3 +249,12 @@ OUR_LABELS = {names.LABEL_MANAGED_BY: names.MANAGED_BY, names.LABEL_OWNER: "chat
 )
 def test_ownership(metadata: Object, ownership: str) -> None:
     assert choose_ownership({"metadata": metadata}, OWNER) == ownership
+
+
+async def test_an_orphan_that_may_not_be_deleted_is_told(world: World) -> None:
+    await world.apply()
+    world.change(prefill={"replicas": 1})
+    world.kube.refuse = lambda verb, kind, name: ForbiddenError("no", status=403) if verb == "delete" else None
+    applied = await world.apply()
+    assert [str(failure) for failure in applied.failures] == ["PodDisruptionBudget chat-prefill: no"]
+    assert ChildRef(POD_DISRUPTION_BUDGET, "chat-prefill") in applied.children

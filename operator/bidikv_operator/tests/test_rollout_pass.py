@@ -38,6 +38,7 @@ from bidikv_operator.tests.samples import (
     store_resource,
 )
 from bidikv_operator.token_store import TokenStore
+from bidikv_operator.workqueue import RetryLaterError
 
 Object = dict[str, Any]
 KEY = Key("team", "chat")
@@ -401,6 +402,63 @@ async def test_pods_that_no_kubelet_ends_hold_nothing_up(world: World) -> None:
             world.kube.store(POD, pod)
     await world.reconcile()
     assert sorted(world.sets().values()) == [1, 1, 1, 1]
+
+
+async def test_a_template_that_is_refused_takes_no_engine_away(world: World) -> None:
+    """Whether it fits is seen before anything makes room for it, even where one engine has to go first."""
+    before = world.sets()
+    world.kube.refuse = lambda verb, kind, name: (
+        ForbiddenError("a policy refuses it", status=403) if kind == DEPLOYMENT and name not in before else None
+    )
+    world.change(image="vllm:v2")
+    for _ in range(3):
+        with pytest.raises(RetryLaterError, match="a policy refuses it"):
+            await world.reconcile()
+        world.control()
+    assert world.sets() == before
+    assert world.condition("Ready")["status"] == "True"
+    world.kube.refuse = lambda verb, kind, name: None
+    await world.settle()
+    assert set(world.sets()) == {find_set(world.resource, role) for role in ENGINE_ROLES}
+
+
+async def test_a_kind_that_is_missing_takes_no_engine_away(world: World) -> None:
+    before = world.sets()
+    world.reconciler.missing_kinds = frozenset({LEADER_WORKER_SET})
+    world.change(
+        prefill={"replicas": 2, "tensorParallelSize": 2, "nodesPerReplica": 2}, decode={"tensorParallelSize": 2}
+    )
+    await world.settle()
+    assert {name: count for name, count in world.sets().items() if name in before} == before
+    assert world.condition("Progressing")["reason"] == names.REASON_KIND_MISSING
+
+
+@pytest.mark.parametrize(
+    "data", [None, {}, {"template": None}, {"template": {"metadata": {}, "spec": {}}}, {"template": 1}]
+)
+async def test_a_revision_without_a_template_is_written_anew(world: World, data: Any) -> None:
+    before = {role: world.set_of(role) for role in ENGINE_ROLES}
+    revisions = {obj["metadata"]["name"]: obj["data"] for obj in world.objects(CONTROLLER_REVISION)}
+    for obj in world.objects(CONTROLLER_REVISION):
+        world.kube.store(CONTROLLER_REVISION, {**obj, "data": data})
+    await world.settle()
+    assert {obj["metadata"]["name"]: obj["data"] for obj in world.objects(CONTROLLER_REVISION)} == revisions
+    assert {role: world.set_of(role) for role in ENGINE_ROLES} == before
+
+
+async def test_somebody_else_s_revision_is_no_template(world: World) -> None:
+    """Else whoever may write ControllerRevisions would choose what runs."""
+    before = {role: world.set_of(role) for role in ENGINE_ROLES}
+    taken = next(
+        obj for obj in world.objects(CONTROLLER_REVISION) if obj["metadata"]["labels"][names.LABEL_ROLE] == PREFILL
+    )
+    owner = {"apiVersion": "v1", "kind": "Other", "name": "x", "uid": "other", "controller": True}
+    taken["metadata"]["ownerReferences"] = [owner]
+    taken["data"]["template"]["spec"]["containers"][0]["image"] = "theirs"
+    world.kube.store(CONTROLLER_REVISION, taken)
+    with pytest.raises(RetryLaterError, match="belongs to something else"):
+        await world.reconcile()
+    assert {role: world.set_of(role) for role in ENGINE_ROLES} == before
 
 
 def test_equal_specs_give_equal_templates_from_the_store() -> None:
