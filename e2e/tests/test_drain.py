@@ -35,6 +35,7 @@ pytestmark = pytest.mark.cluster
 
 READY_SECONDS = 180.0
 GONE_SECONDS = 180.0
+ROLLOUT_SECONDS = 400.0
 ANSWER_SECONDS = 60.0
 DRAIN_SECONDS = 30
 CONVERSATIONS = 6
@@ -157,6 +158,18 @@ def await_answers(load: Load, more: int) -> None:
     assert load.failures == []
 
 
+def build(name: str, **simulation: Any) -> Manifest:
+    """Two engines of each role; prefill's own cache holds two conversations: it reads the others' from decode."""
+    spec = {
+        "model": {"source": {"path": f"/{SERVED_MODEL}"}, "servedName": SERVED_MODEL, "maxLength": 16_384},
+        "prefill": {"extraArgs": ["--num-gpu-blocks-override", "1100"]},
+        "updateStrategy": {"drainSeconds": DRAIN_SECONDS},
+    }
+    # With a step of 10 ms, streams last long enough to be met by what happens.
+    simulation = {"step_seconds": 0.01, **simulation}
+    return build_resource(name, prefill=2, decode=2, routers=2, simulation=simulation, spec=spec)
+
+
 @pytest.fixture(scope="module")
 def service(
     cluster: Kubectl,
@@ -171,15 +184,7 @@ def service(
     operator = OperatorProcess(kubectl, "one", image_references()["runtime"], tmp_path_factory.mktemp("operator"))
     try:
         operator.start()
-        # A step of 10 ms: streams last long enough to be met by what happens.
-        simulation = {"step_seconds": 0.01}
-        # Prefill's own cache holds two conversations: it reads the others' history from decode.
-        spec = {
-            "model": {"source": {"path": "/simulated"}, "servedName": SERVED_MODEL, "maxLength": 16_384},
-            "prefill": {"extraArgs": ["--num-gpu-blocks-override", "1100"]},
-            "updateStrategy": {"drainSeconds": DRAIN_SECONDS},
-        }
-        kubectl.apply(build_resource(name, prefill=2, decode=2, routers=2, simulation=simulation, spec=spec))
+        kubectl.apply(build(name))
         eventually(lambda: kubectl.get("service", name) is not None, "the Service", READY_SECONDS)
         found: Any = kubectl.get("service", name)
         service = Service(kubectl, name, found["spec"]["clusterIP"], operator)
@@ -270,3 +275,20 @@ def test_draining_a_node_under_load_fails_no_request(service: Service, cluster: 
         finally:
             cluster.run("uncordon", node)
         print(f"{len(taken)} pods left {node}; {load.answers - before} answers meanwhile")
+
+
+def test_a_new_release_takes_over_under_load(service: Service) -> None:
+    """Its engines share no KV with those of before, and take their places one by one."""
+    service.wait_until_whole()
+    before = {pod["metadata"]["name"] for role in names.ENGINE_ROLES for pod in service.pods(role)}
+
+    def taken_over() -> bool:
+        pods = [pod for role in names.ENGINE_ROLES for pod in service.pods(role)]
+        return len(pods) == 4 and not any(pod["metadata"]["name"] in before for pod in pods)
+
+    with service.loaded() as load:
+        answered = load.answers
+        service.kubectl.apply(build(service.name, vllm_version="0.33.0"))
+        eventually(taken_over, "the new release's engines", ROLLOUT_SECONDS)
+        service.wait_until_whole()
+        print(f"{load.answers - answered} answers during the rollout")
