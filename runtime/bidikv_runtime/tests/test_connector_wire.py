@@ -109,6 +109,17 @@ def test_a_lookup_of_the_first_version_is_understood_well_enough_to_be_refused()
     assert (message.version, message.sequence) == (1, 7)
 
 
+def test_a_session_was_appended_to_messages_of_the_same_version() -> None:
+    """Engines of before understand those that name one, and are understood."""
+    lookup = wire.decode_request(msgspec.msgpack.encode(["lookup", wire.VERSION, 7, b"digest", [b"h" * 32], 2]))
+    assert lookup == wire.Lookup(wire.VERSION, 7, b"digest", [b"h" * 32], 2, "")
+    validate = wire.decode_request(msgspec.msgpack.encode(["validate", wire.VERSION, 7, 1, [1], [1]]))
+    assert validate == wire.Validate(wire.VERSION, 7, 1, [1], [1], "")
+    assert msgspec.msgpack.decode(wire.encode(wire.Lookup(wire.VERSION, 7, b"", [], 2, "s")))[6:] == ["s"]
+    with pytest.raises(wire.WireError, match="length <= 128"):
+        wire.decode_request(wire.encode(wire.Lookup(wire.VERSION, 7, b"", [], 2, "s" * 129)))
+
+
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
     for decode in (wire.decode_request, wire.decode_reply):
