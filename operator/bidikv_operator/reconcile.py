@@ -100,7 +100,7 @@ class Reconciler:
         else:
             token = await self.tokens.ensure(checked, observed.resource)
             scaling = plan_scaling(checked, observed, now)
-            desired = build_all(checked, observed.children, scaling.replicas)
+            desired = build_all(checked, observed.children, scaling.replicas, scaling.inputs)
             applied = _include(token, await self._applier.apply_all(observed, desired, scaling))
         resolved = None if isinstance(checked, Rejected) else checked
         rollout = describe_rollout(resolved, applied.children, observed.pods, now)

@@ -25,7 +25,7 @@ def build_engine_deployment(
     ControllerRevisions.
     """
     deployment = build_object(DEPLOYMENT, resolved, ref.name, role)
-    label_group(deployment, resolved, role)
+    label_set(deployment, resolved, templates)
     updates = resolved.updates
     deployment["spec"] = {
         "replicas": replicas,
@@ -41,11 +41,11 @@ def build_engine_deployment(
     return deployment
 
 
-def label_group(manifest: Manifest, resolved: Resolved, role: names.Role) -> None:
-    """Say on an engines' set which group it is of and which input its template was built from."""
+def label_set(manifest: Manifest, resolved: Resolved, templates: EngineTemplates) -> None:
+    """Say on an engines' set which group it is of and which input its templates were built from."""
     metadata = manifest["metadata"]
     metadata["labels"][names.LABEL_GROUP] = resolved.identity.group
-    metadata["annotations"] = {names.ANNOTATION_INPUT: resolved.identity.input_of(role)}
+    metadata["annotations"] = {names.ANNOTATION_INPUT: templates.present}
 
 
 def with_group(template: Manifest, resolved: Resolved) -> Manifest:

@@ -7,7 +7,7 @@ its vLLM. A replica lives and dies as a whole: ranks of one engine cannot be rep
 from __future__ import annotations
 
 from bidikv_operator import names
-from bidikv_operator.build.deployment import label_group, with_group
+from bidikv_operator.build.deployment import label_set, with_group
 from bidikv_operator.build.meta import Manifest, build_object
 from bidikv_operator.build.revision import EngineTemplates
 from bidikv_operator.cache import ChildRef
@@ -22,7 +22,7 @@ def build_leader_worker_set(
     if templates.worker is None:
         raise ValueError(f"{role} spans nodes and its templates have none for workers")
     leader_worker_set = build_object(LEADER_WORKER_SET, resolved, ref.name, role)
-    label_group(leader_worker_set, resolved, role)
+    label_set(leader_worker_set, resolved, templates)
     leader_worker_set["spec"] = {
         "replicas": replicas,
         "leaderWorkerTemplate": {

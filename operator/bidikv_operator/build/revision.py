@@ -108,8 +108,9 @@ def _read_templates(
     stored = children.get(_find_revision(resolved, role, present))
     if stored is None or not _is_own(resolved, stored):
         return None
-    data = stored.get("data")
-    engine, worker = (data.get("template"), data.get("workerTemplate")) if isinstance(data, Mapping) else (None, None)
+    data: Any = stored.get("data")
+    engine: Any = data.get("template") if isinstance(data, Mapping) else None
+    worker: Any = data.get("workerTemplate") if isinstance(data, Mapping) else None
     if not _is_template(engine) or _is_template(worker) != (resolved.engine(role).nodes > 1):
         return None
     return EngineTemplates(engine, worker, present)

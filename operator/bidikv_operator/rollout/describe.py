@@ -11,7 +11,7 @@ from bidikv_operator.cache import ChildRef
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.rollout.plan import EngineSet, Rollout
 from bidikv_operator.rollout.scale import compute_targets
-from bidikv_operator.rollout.sets import find_engine_set, find_pods, read_sets
+from bidikv_operator.rollout.sets import find_current, find_pods, read_sets
 from bidikv_operator.status.pods import find_trouble
 
 Object = Mapping[str, Any]
@@ -25,17 +25,17 @@ def describe_rollout(
         sets = read_sets(children, pods, current=None, now=now)
         wanted = {role: sum(found.replicas for found in sets if found.role == role) for role in names.ENGINE_ROLES}
         return Rollout(sets=sets, wanted=wanted)
-    refs = {find_engine_set(resolved, role) for role in names.ENGINE_ROLES}
+    refs = find_current(resolved)
     sets = read_sets(children, pods, current=refs, now=now)
     targets = compute_targets(resolved)
     current = [found for found in sets if found.is_current]
     others = [found for found in sets if not found.is_current]
     is_settled = (
-        {found.ref for found in current} == refs
-        and not others
+        {found.ref for found in current} == refs.keys()
+        and not any(found.is_replaced for found in sets)
         and all(found.is_rolled_out and found.replicas == targets[found.role].wanted for found in current)
     )
-    is_failed = not is_settled and _has_failed(current, pods, is_replacing=bool(others))
+    is_failed = not is_settled and _has_failed(sets, pods)
     return Rollout(
         sets=sets,
         group=resolved.identity.group,
@@ -46,14 +46,14 @@ def describe_rollout(
     )
 
 
-def _has_failed(current: Iterable[EngineSet], pods: tuple[Object, ...], *, is_replacing: bool) -> bool:
+def _has_failed(sets: Iterable[EngineSet], pods: tuple[Object, ...]) -> bool:
     """Whether the newest engines do not come up where something else ran before them, or take too long."""
-    for found in current:
-        if found.is_rolled_out:
+    is_replacing = any(found.is_replaced for found in sets)
+    for found in sets:
+        if not found.is_current or found.is_rolled_out:
             continue
         trouble = find_trouble(find_pods(pods, found))
-        is_replacing_here = is_replacing or found.live > found.updated
-        if found.is_late or (is_replacing_here and trouble is not None and trouble.is_fault):
+        if found.is_late or (is_replacing and trouble is not None and trouble.is_fault):
             return True
     return False
 

@@ -19,6 +19,9 @@ One step, the same whatever led here:
 5. The current set grows into the room up to W + S. An engine of another group occupies its place until its pods are
    gone: they hold their accelerators while they drain.
 
+Templates that change within a group roll in place, by the sets' own controllers; decode's waits until prefill's has
+been seen to start (``may_take_newest``), so that one that does not leaves decode as it is.
+
 A group that does not come up is never ready, so nothing goes on its behalf: the rollout stands still and what is left
 of the earlier group serves. Set back, the earlier group is current again and step 2 takes the failed one.
 """
@@ -41,6 +44,8 @@ class EngineSet:
     group: str
     """Empty for sets of before there were groups."""
     is_current: bool
+    is_newest: bool = True
+    """Whether its template was built from what the spec says now."""
     replicas: int
     """What its spec asks for."""
     live: int = 0
@@ -50,10 +55,17 @@ class EngineSet:
     ready: int = 0
     updated: int = 0
     """Of the set's newest template."""
+    has_outdated: bool = False
+    """As its own status tells: what is counted elsewhere is known at another moment."""
     is_rolled_out: bool = False
     """Its controller has seen the present spec, and all replicas are of the newest template and ready."""
     is_late: bool = False
     """Made no progress within its deadline."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether some of its engines are to make room for newer ones."""
+        return not self.is_current or not self.is_newest or self.has_outdated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +88,7 @@ class Rollout:
     @property
     def is_rolling(self) -> bool:
         """Whether engines are being replaced, by another group or in place."""
-        return any(not found.is_current or found.live > found.updated for found in self.sets)
+        return any(found.is_replaced for found in self.sets)
 
     def of_role(self, role: Role) -> tuple[EngineSet, ...]:
         return tuple(found for found in self.sets if found.role == role)
@@ -115,6 +127,21 @@ def resolve_count(value: int | str, wanted: int, *, is_rounded_up: bool) -> int:
         return value
     share = int(value.removesuffix("%")) * wanted
     return (share + 99) // 100 if is_rounded_up else share // 100
+
+
+def may_take_newest(sets: Iterable[EngineSet], role: Role, targets: Mapping[Role, Target]) -> bool:
+    """Whether a current set may roll to the newest template now.
+
+    Always but for decode that serves, while prefill's newest template has not shown that it starts. It has when a pod
+    more than surge and unavailability allow is of it: the set's controller makes that one only after another is ready.
+    """
+    current = {found.role: found for found in sets if found.is_current}
+    own, first = current.get(role), current.get(PREFILL)
+    if role == PREFILL or first is None or own is None or own.is_newest or not own.ready:
+        return True
+    target = targets[PREFILL]
+    is_proven = first.is_rolled_out or first.updated > target.surge + target.unavailable
+    return target.wanted == 0 or (first.is_newest and is_proven)
 
 
 def plan_replicas(sets: Iterable[EngineSet], targets: Mapping[Role, Target]) -> dict[ChildRef, int]:

@@ -18,8 +18,8 @@ from bidikv_operator.engines.value import compute_session_value
 from bidikv_operator.kinds import DEPLOYMENT
 from bidikv_operator.names import Role
 from bidikv_operator.resolved import Resolved
-from bidikv_operator.rollout.plan import EngineSet, Target, compute_target, plan_replicas
-from bidikv_operator.rollout.sets import find_engine_set, find_pods, read_sets
+from bidikv_operator.rollout.plan import EngineSet, Target, compute_target, may_take_newest, plan_replicas
+from bidikv_operator.rollout.sets import find_current, find_engine_set, find_input, find_pods, read_sets
 from bidikv_operator.state import EngineFacts, Observed
 from bidikv_runtime.contract import EngineReport
 
@@ -41,6 +41,8 @@ class Scaling:
 
     replicas: Mapping[ChildRef, int]
     """Of the current set of each role."""
+    inputs: Mapping[Role, str]
+    """Which template the current set of each role should have: not yet the newest one, if it has to wait."""
     others: Mapping[ChildRef, int]
     """Of sets that are to become empty and still have pods; they must not be deleted before they are."""
     costs: tuple[PodCost, ...] = ()
@@ -49,16 +51,19 @@ class Scaling:
 
 def plan_scaling(resolved: Resolved, observed: Observed, now: datetime) -> Scaling:
     """The next step of whatever rollout or scaling is due; equal to what is when nothing is."""
-    current = {role: find_engine_set(resolved, role) for role in names.ENGINE_ROLES}
-    sets = list(read_sets(observed.children, observed.pods, current=current.values(), now=now))
+    current = find_current(resolved)
+    sets = list(read_sets(observed.children, observed.pods, current=current, now=now))
     existing = {found.ref for found in sets}
-    for role, ref in current.items():
+    for role in names.ENGINE_ROLES:
+        ref = find_engine_set(resolved, role)
         if ref not in existing:
             group = resolved.identity.group
             sets.append(EngineSet(ref=ref, role=role, group=group, is_current=True, replicas=0))
-    planned = plan_replicas(sets, compute_targets(resolved))
+    targets = compute_targets(resolved)
+    planned = plan_replicas(sets, targets)
     return Scaling(
-        replicas={ref: planned[ref] for ref in current.values()},
+        replicas={ref: planned[ref] for ref in current},
+        inputs={role: _choose_input(resolved, observed, sets, role, targets) for role in names.ENGINE_ROLES},
         others={
             found.ref: planned[found.ref]
             for found in sets
@@ -66,6 +71,15 @@ def plan_scaling(resolved: Resolved, observed: Observed, now: datetime) -> Scali
         },
         costs=plan_costs(sets, planned, observed.pods, observed.engines),
     )
+
+
+def _choose_input(
+    resolved: Resolved, observed: Observed, sets: Iterable[EngineSet], role: Role, targets: Mapping[Role, Target]
+) -> str:
+    newest = resolved.identity.input_of(role)
+    if may_take_newest(sets, role, targets):
+        return newest
+    return find_input(observed.children[find_engine_set(resolved, role)]) or newest
 
 
 def compute_targets(resolved: Resolved) -> dict[Role, Target]:

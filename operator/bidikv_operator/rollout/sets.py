@@ -39,19 +39,18 @@ def read_sets(
     children: Mapping[ChildRef, Object],
     pods: Iterable[Object],
     *,
-    current: Iterable[ChildRef] | None,
+    current: Mapping[ChildRef, str] | None,
     now: datetime,
 ) -> tuple[EngineSet, ...]:
     """All sets that exist, current ones first.
 
     Args:
-        current: the current set of each role; None: all that exist are.
+        current: the current set of each role, and the input of its newest template; None: all that exist are.
         now: to tell pods that no kubelet ends.
     """
-    chosen = None if current is None else set(current)
     counted = _count_pods(pods, now)
     found = [
-        _read_set(ref, obj, role, counted, is_current=chosen is None or ref in chosen)
+        _read_set(ref, obj, role, counted, current=current)
         for ref, obj in children.items()
         if ref.kind in (DEPLOYMENT, LEADER_WORKER_SET)
         and (role := _find_role(obj)) is not None
@@ -61,13 +60,29 @@ def read_sets(
     return tuple(sorted(found, key=lambda each: (not each.is_current, order.index(each.role), each.ref.name)))
 
 
+def find_current(resolved: Resolved) -> dict[ChildRef, str]:
+    """The current set of each role, and the input of its newest template."""
+    return {find_engine_set(resolved, role): resolved.identity.input_of(role) for role in names.ENGINE_ROLES}
+
+
+def find_input(obj: Object) -> str | None:
+    """What the template of a set or revision was built from."""
+    found: str | None = (obj["metadata"].get("annotations") or {}).get(names.ANNOTATION_INPUT)
+    return found
+
+
 def find_pods(pods: Iterable[Object], found: EngineSet) -> list[Object]:
     """The pods of a set, workers of a replica that spans nodes left out."""
     return [pod for pod in pods if _find_role(pod) == found.role and _find_group(pod) == found.group]
 
 
 def _read_set(
-    ref: ChildRef, obj: Object, role: Role, counted: Mapping[tuple[Role, str], tuple[int, int]], *, is_current: bool
+    ref: ChildRef,
+    obj: Object,
+    role: Role,
+    counted: Mapping[tuple[Role, str], tuple[int, int]],
+    *,
+    current: Mapping[ChildRef, str] | None,
 ) -> EngineSet:
     status, group = obj.get("status") or {}, _find_group(obj)
     live, leaving = counted.get((role, group), (0, 0))
@@ -80,12 +95,14 @@ def _read_set(
         ref=ref,
         role=role,
         group=group,
-        is_current=is_current,
+        is_current=current is None or ref in current,
+        is_newest=current is None or current.get(ref) == find_input(obj),
         replicas=replicas,
         live=live,
         leaving=leaving,
         ready=ready,
         updated=updated,
+        has_outdated=status.get("replicas", 0) > updated,
         is_rolled_out=seen >= generation and ready >= replicas and status.get("replicas", 0) == updated == replicas,
         is_late=any(
             condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded"

@@ -83,10 +83,12 @@ def view_engines(
         updated=updated,
         is_created=bool(sets),
         is_rolled_out=bool(current)
-        and all(found.is_rolled_out for found in current)
+        and all(found.is_rolled_out and found.is_newest for found in current)
         and ready >= wanted
         and not any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
-        is_replacing=any(_is_replacing(applied.children.get(found.ref) or {}) for found in current)
+        is_replacing=any(
+            not found.is_newest or _is_replacing(applied.children.get(found.ref) or {}) for found in current
+        )
         or any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
         is_late=any(found.is_late for found in current),
         trouble=find_trouble(_leave_out_outgoing(pods, sets), compute_needs(pod_spec))

@@ -199,7 +199,7 @@ class FakeKube:
         merged = {**copy.deepcopy(live or {}), **copy.deepcopy(manifest)}
         if live is not None:
             merged["metadata"] = {**live["metadata"], **manifest["metadata"]}
-        return self.store(kind, self.mutate(merged))
+        return self.store(kind, _count_generation(live, self.mutate(merged)))
 
     async def apply_new(self, kind: Kind, manifest: Object) -> Object:
         if (manifest["metadata"]["namespace"], ChildRef(kind, manifest["metadata"]["name"])) in self.objects:
@@ -213,7 +213,7 @@ class FakeKube:
             raise NotFoundError("gone", status=404)
         if live["metadata"]["uid"] != uid:
             raise ConflictError("uid mismatch", status=409)
-        return self.store(kind, _merge_patch(live, change))
+        return self.store(kind, _count_generation(live, _merge_patch(live, change)))
 
     async def create(self, kind: Kind, manifest: Object) -> Object:
         self._write("create", kind, manifest["metadata"]["name"])
@@ -234,6 +234,15 @@ class FakeKube:
         """The writes since the last call."""
         taken, self.writes = self.writes, []
         return taken
+
+
+def _count_generation(live: Object | None, obj: Object) -> Object:
+    """As the API server counts changes of a spec."""
+    if live is None:
+        return {**obj, "metadata": {**obj["metadata"], "generation": 1}}
+    changes = int(live.get("spec") != obj.get("spec"))
+    generation = live["metadata"].get("generation", 1) + changes
+    return {**obj, "metadata": {**obj["metadata"], "generation": generation}}
 
 
 def _merge_patch(live: Any, change: Any) -> Any:

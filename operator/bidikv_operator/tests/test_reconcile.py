@@ -48,7 +48,10 @@ class World:
             if ref.kind == DEPLOYMENT:
                 wanted = obj["spec"]["replicas"]
                 counts = {"replicas": wanted, "readyReplicas": wanted, "updatedReplicas": wanted}
-                self.kube.store(DEPLOYMENT, {**obj, "status": {"observedGeneration": 1, **counts}})
+                self.kube.store(
+                    DEPLOYMENT,
+                    {**obj, "status": {"observedGeneration": obj["metadata"].get("generation", 1), **counts}},
+                )
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ class World:
         self.kube = FakeKube(self.cache)
         self.facts = Facts()
         self.broken: set[str] = set()
-        """Images whose engines crash."""
+        """Images and arguments whose engines crash."""
         self.start_operator(RUNTIME_IMAGE)
         self.resource = store_resource(self.kube, resource)
         self._pods = 0
@@ -157,14 +157,17 @@ class World:
 
     def _count(self, deployment: Object) -> Object:
         live = sum("deletionTimestamp" not in pod["metadata"] for pod in self.pods_of(deployment))
-        image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
-        ready = 0 if image in self.broken else live
-        if image in self.broken:
+        seen = deployment["metadata"].get("generation", 1)
+        engine = deployment["spec"]["template"]["spec"]["containers"][0]
+        image = engine["image"]
+        is_broken = not self.broken.isdisjoint({image, *engine.get("args", ())})
+        ready = 0 if is_broken else live
+        if is_broken:
             for pod in self.pods_of(deployment):
                 crashed = {"name": "engine", "image": image, "ready": False, "state": {"terminated": {"exitCode": 1}}}
                 if pod["status"].get("containerStatuses") != [crashed]:
                     self.kube.store(POD, {**pod, "status": {"phase": "Running", "containerStatuses": [crashed]}})
-        return {"observedGeneration": 1, "replicas": live, "readyReplicas": ready, "updatedReplicas": live}
+        return {"observedGeneration": seen, "replicas": live, "readyReplicas": ready, "updatedReplicas": live}
 
     def _end_pods(self) -> bool:
         leaving = [pod for pod in self.objects(POD) if "deletionTimestamp" in pod["metadata"]]

@@ -35,8 +35,9 @@ def make_set(
     status: Object | None = None,
 ) -> tuple[ChildRef, Object]:
     labels = {names.LABEL_ROLE: role, names.LABEL_OWNER: "chat"} | ({names.LABEL_GROUP: group} if group else {})
+    annotations = {names.ANNOTATION_INPUT: RESOLVED.identity.input_of(role)}
     obj = {
-        "metadata": {"name": name, "labels": labels, "generation": 2},
+        "metadata": {"name": name, "labels": labels, "annotations": annotations, "generation": 2},
         "spec": {"replicas": replicas},
         "status": ROLLED_OUT if status is None else status,
     }
@@ -66,7 +67,7 @@ def test_only_sets_of_engines_are_read() -> None:
         (ref, going),
     )
     children = dict((make_current(PREFILL), *others))
-    found = read_sets(children, (), current=[find_engine_set(RESOLVED, PREFILL)], now=NOW)
+    found = read_sets(children, (), current={find_engine_set(RESOLVED, PREFILL): "x"}, now=NOW)
     assert [(each.ref.name, each.is_current) for each in found] == [(f"chat-prefill-{GROUP}", True)]
 
 
