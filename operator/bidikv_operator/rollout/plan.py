@@ -12,7 +12,8 @@ One step, the same whatever led here:
    empty a group that is about to come back.
 3. Ready engines of other groups go one by one, while each role keeps W - U ready and W - U useful, and at least one
    useful pair. So the roles advance in lockstep: the last old engine of one role waits until the other role can do
-   without it, and neither goes before the new group has a pair of its own.
+   without it, and neither goes before the new group has a pair of its own. None goes while a set of the role rolls in
+   place: that set's controller spends the same budget and does not know of other sets.
 4. If that leaves all as it is, and all is ready and at rest, no step without a gap exists (one replica and no surge):
    one engine goes from one role, first where the other role has shown that the new group starts, else from prefill, as
    decode can serve alone.
@@ -57,6 +58,8 @@ class EngineSet:
     """Of the set's newest template."""
     has_outdated: bool = False
     """As its own status tells: what is counted elsewhere is known at another moment."""
+    is_seen: bool = True
+    """Whether its controller has seen the present spec: its counts are of an earlier one else."""
     is_rolled_out: bool = False
     """Its controller has seen the present spec, and all replicas are of the newest template and ready."""
     is_late: bool = False
@@ -66,6 +69,11 @@ class EngineSet:
     def is_replaced(self) -> bool:
         """Whether some of its engines are to make room for newer ones."""
         return not self.is_current or not self.is_newest or self.has_outdated
+
+    @property
+    def rolls_in_place(self) -> bool:
+        """Whether its controller takes engines away, or may be about to: what is ready now need not be in a moment."""
+        return not self.is_seen or self.has_outdated or (self.is_current and not self.is_newest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +230,13 @@ class _State:
         before = {each: self._count_useful(each) for each in ENGINE_ROLES}
         if not before[role] and not self._has_ready_current(_other(role)):
             return False  # nothing is paired yet: one more of the new group would not be, either
+        if any(found.role == role and found.is_current and found.rolls_in_place for found in self.sets):
+            return False
         for found in self._others(role):
             if self._ready(found) < self.planned[found.ref]:
                 continue  # it is the one that is not ready that would go, which step 2 decides on
+            if found.rolls_in_place:
+                continue
             self.planned[found.ref] -= 1
             is_bearable = self._count_ready(role) >= self.targets[role].lowest and all(
                 self._count_useful(each) >= min(before[each], self.targets[each].lowest) for each in ENGINE_ROLES

@@ -103,6 +103,7 @@ def _read_set(
         ready=ready,
         updated=updated,
         has_outdated=status.get("replicas", 0) > updated,
+        is_seen=seen >= generation,
         is_rolled_out=seen >= generation and ready >= replicas and status.get("replicas", 0) == updated == replicas,
         is_late=any(
             condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -91,6 +91,22 @@ def plan(prefill: str, decode: str, *, surge: int = 0, unavailable: int = 1) -> 
 )
 def test_one_step(prefill: str, decode: str, options: dict[str, int], planned: str) -> None:
     assert plan(prefill, decode, **options) == planned
+
+
+@pytest.mark.parametrize("group", ["old", "new"])
+@pytest.mark.parametrize("changes", [{"is_seen": False}, {"has_outdated": True}, {"is_newest": False}])
+def test_ready_engines_stay_while_a_set_of_their_role_rolls_in_place(group: str, changes: dict[str, bool]) -> None:
+    """Its controller takes one down by itself: with the plan's own it would be one too many."""
+    sets = [make_set(role, each, 1) for role in ENGINE_ROLES for each in ("old", "new")]
+    targets = dict.fromkeys(ENGINE_ROLES, Target(2, 0, 1))
+    assert sorted(plan_replicas(sets, targets).values()) == [0, 0, 1, 1]
+    rolling = [
+        replace(found, **changes) if (found.role, found.group) == (DECODE, group) else found  # type: ignore[arg-type]
+        for found in sets
+    ]
+    planned = {ref.name: count for ref, count in plan_replicas(rolling, targets).items()}
+    is_held = group == "new" or "is_newest" not in changes  # nobody builds the others' templates any more
+    assert planned["decode-old"] == (1 if is_held else 0)
 
 
 @pytest.mark.parametrize(
