@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
@@ -214,21 +214,34 @@ class DeleteClient(Protocol):
 
 
 @dataclass
+class _Past:
+    """What this process did for one resource."""
+
+    owner_uid: str
+    recycled: tuple[Mapping[str, str], ...] = ()
+    deleted: set[str] = field(default_factory=set)
+    """Uids of pods. The watch may tell of a deletion later than something else asks for the next pass."""
+
+
+@dataclass
 class Healer:
     """Decides, and deletes what was decided once the status tells of it."""
 
     client: DeleteClient
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-    _remembered: dict[Key, tuple[Mapping[str, str], ...]] = field(default_factory=dict)
+    _past: dict[Key, _Past] = field(default_factory=dict)
 
     def decide(self, key: Key, observed: Observed, resolved: Resolved, *, is_rolling: bool) -> Healing:
         """See ``decide_healing``."""
+        past, now = self._past.get(key), self.clock()
+        if past is None or past.owner_uid != resolved.uid:
+            past = self._past[key] = _Past(resolved.uid)
+        past.deleted &= {pod["metadata"]["uid"] for pod in observed.pods}
+        pods = tuple(
+            _mark_leaving(pod, now) if pod["metadata"]["uid"] in past.deleted else pod for pod in observed.pods
+        )
         return decide_healing(
-            observed,
-            resolved,
-            is_rolling=is_rolling,
-            now=self.clock(),
-            remembered=self._remembered.get(key, ()),
+            replace(observed, pods=pods), resolved, is_rolling=is_rolling, now=now, remembered=past.recycled
         )
 
     async def recycle(self, key: Key, healing: Healing) -> None:
@@ -239,11 +252,17 @@ class Healer:
         """
         if not healing.recycle:
             return
-        self._remembered[key] = healing.recycled
+        past = self._past[key]
+        past.recycled = healing.recycled
         for one in healing.recycle:
             logger.warning("%s: deleting %s, a %s engine that its peers cannot reach", key, one.pod, one.role)
             await self.client.delete(POD, key.namespace, one.pod, uid=one.uid)
+            past.deleted.add(one.uid)
 
     def forget(self, key: Key) -> None:
         """The resource is gone."""
-        self._remembered.pop(key, None)
+        self._past.pop(key, None)
+
+
+def _mark_leaving(pod: dict[str, Any], now: datetime) -> dict[str, Any]:
+    return {**pod, "metadata": {"deletionTimestamp": now.strftime(TIME_FORMAT), **pod["metadata"]}}

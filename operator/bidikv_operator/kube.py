@@ -55,7 +55,7 @@ class ConflictError(ApiError):
 
 
 class ForbiddenError(ApiError):
-    """RBAC, a quota or an admission policy refuses."""
+    """RBAC, a quota or an admission policy refuses, or a webhook that has to be asked does not answer."""
 
 
 class InvalidError(ApiError):
@@ -292,6 +292,9 @@ def build_error(status: int, answer: Object, retry_after: str | None, *, what: s
         # Server-side apply reports fields that no schema declares as an internal error; repeating cannot help.
         if "failed to create typed patch object" in message or "field not declared in schema" in message:
             return InvalidError(message, status=status)
+        # A webhook that is away concerns the kinds that it guards, not the API server: the others go on.
+        if "failed calling webhook" in message:
+            return ForbiddenError(message, status=status, retry_after=wait)
         return TransientError(message, status=status, retry_after=wait)
     if status == 401:
         return TransientError(message, status=status)  # a token is about to be re-read

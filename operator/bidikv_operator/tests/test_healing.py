@@ -285,3 +285,25 @@ async def test_a_deletion_that_fails_has_used_its_place(world: World) -> None:
     with pytest.raises(TransientError):
         await healer.recycle(KEY, healer.decide(KEY, world.observed, world.resolved, is_rolling=False))
     assert not healer.decide(KEY, world.observed, world.resolved, is_rolling=False).recycle
+
+
+async def test_a_deletion_that_the_watch_has_not_told_yet_is_not_paid_twice(world: World) -> None:
+    client = Client()
+    healer = Healer(client, clock=lambda: NOW)
+    world.unreachable = {"d2": 60.0, "d3": 70.0}
+    healing = healer.decide(KEY, world.observed, world.resolved, is_rolling=False)
+    await healer.recycle(KEY, healing)
+    again = healer.decide(KEY, world.observed, world.resolved, is_rolling=False)
+    assert not again.recycle, "one of the role is stopping, whatever the cache still shows"
+    assert again.recycled == healing.recycled
+
+
+async def test_a_resource_that_comes_back_begins_with_a_full_budget(world: World) -> None:
+    healer = Healer(Client(), clock=lambda: NOW)
+    world.unreachable = {"d2": 60.0}
+    world.heal(per_hour=1)
+    await healer.recycle(KEY, healer.decide(KEY, world.observed, world.resolved, is_rolling=False))
+    successor = replace(world.resolved, uid="another")
+    world.roles["d4"] = world.roles.pop("d2")
+    world.unreachable = {"d4": 60.0}
+    assert healer.decide(KEY, world.observed, successor, is_rolling=False).recycle

@@ -247,6 +247,7 @@ async def test_an_answer_that_is_no_json(server: tuple[Server, Kube]) -> None:
         (429, "slow down", TransientError),
         (500, "etcd", TransientError),
         (500, "failed to create typed patch object (n/x): .spec.foo: field not declared in schema", InvalidError),
+        (500, 'Internal error occurred: failed calling webhook "x": connection refused', ForbiddenError),
         (503, "away", TransientError),
     ],
 )
