@@ -61,6 +61,8 @@ def plan_scaling(resolved: Resolved, observed: Observed, now: datetime) -> Scali
             sets.append(EngineSet(ref=ref, role=role, group=group, is_current=True, replicas=0))
     targets = compute_targets(resolved)
     planned = plan_replicas(sets, targets)
+    if any(ref.kind in observed.missing_kinds for ref in current):  # nothing would take their place
+        planned |= {found.ref: found.replicas for found in sets if not found.is_current}
     return Scaling(
         replicas={ref: planned[ref] for ref in current},
         inputs={role: _choose_input(resolved, observed, sets, role, targets) for role in names.ENGINE_ROLES},

@@ -76,8 +76,7 @@ def compute_progressing(picture: Picture) -> Condition:
     if lacking is not None:
         return Condition(name, "False", names.REASON_KIND_MISSING, lacking)
     if picture.applied.waiting:
-        listed = ", ".join(sorted(str(ref) for ref in picture.applied.waiting))
-        message = f"waiting for the deletion of earlier objects of the same name: {listed}"
+        message = _explain_waiting(sorted(str(ref) for ref in picture.applied.waiting))
         return Condition(name, "True", names.REASON_WAITING_FOR_DELETION, message)
     if _has_failed_rollout(picture):
         return Condition(name, "False", names.REASON_ROLLOUT_FAILED, _explain_failed_rollout(picture))
@@ -115,6 +114,10 @@ def compute_ready(picture: Picture) -> Condition:
     )
     if missing:
         return Condition(name, "False", *_explain_failures(missing))
+    # Pods that still serve go with their set, as those of a resource that was deleted and created again.
+    leaving = sorted(str(ref) for ref in picture.applied.waiting if ref.kind in (DEPLOYMENT, LEADER_WORKER_SET))
+    if leaving:
+        return Condition(name, "False", names.REASON_WAITING_FOR_DELETION, _explain_waiting(leaving))
     for condition in picture.roles:
         if condition.status != "True":
             return Condition(name, "False", condition.reason, condition.message)
@@ -163,6 +166,10 @@ def _iterate_faults(picture: Picture) -> Iterator[tuple[str, str]]:
 
 def _explain_failures(failures: tuple[Failure, ...]) -> tuple[str, str]:
     return failures[0].reason, "; ".join(sorted(str(failure) for failure in failures))
+
+
+def _explain_waiting(refs: list[str]) -> str:
+    return f"waiting for the deletion of earlier objects of the same name: {', '.join(refs)}"
 
 
 def _has_failed_rollout(picture: Picture) -> bool:

@@ -126,6 +126,18 @@ async def test_children_of_a_predecessor_are_looked_at_again_soon(world: World) 
     assert world.condition("Progressing") == ("True", "WaitingForDeletion")
 
 
+async def test_engines_of_a_predecessor_make_nothing_ready(world: World) -> None:
+    """Whoever deletes, creates and waits for Ready must not be told of pods that are about to go."""
+    store_resource(world.kube, make_resource())
+    await world.reconciler.reconcile(KEY)
+    world.make_ready()
+    successor = make_resource()
+    successor["metadata"]["uid"] = "another"
+    store_resource(world.kube, successor)
+    await world.reconciler.reconcile(KEY)
+    assert world.condition("Ready") == ("False", "WaitingForDeletion")
+
+
 async def test_events_tell_transitions_once(world: World) -> None:
     store_resource(world.kube, make_resource())
     await world.reconciler.reconcile(KEY)

@@ -431,9 +431,14 @@ async def test_a_kind_that_is_missing_takes_no_engine_away(world: World) -> None
     world.change(
         prefill={"replicas": 2, "tensorParallelSize": 2, "nodesPerReplica": 2}, decode={"tensorParallelSize": 2}
     )
+    world.facts.unread = {pod["metadata"]["name"]: 1 for pod in world.objects(POD)}
     await world.settle()
     assert {name: count for name, count in world.sets().items() if name in before} == before
     assert world.condition("Progressing")["reason"] == names.REASON_KIND_MISSING
+    world.facts.unread = dict.fromkeys(world.facts.unread, 2)
+    world.kube.take_writes()
+    await world.reconcile()
+    assert world.kube.take_writes() == [], "nor does it keep their values at hand"
 
 
 @pytest.mark.parametrize(
