@@ -255,7 +255,6 @@ async def test_data_parallel_ranks_are_sources_of_their_own(parallel: Parallel) 
 
 async def test_the_router_returns_a_session_to_its_data_parallel_rank(parallel: Parallel, tmp_path: Path) -> None:
     t, x = parallel.sides["T"].client.engine, parallel.sides["X0"].client.engine
-    ranks = [parallel.sides["X0"], parallel.sides["X1"]]
     p = Endpoint(HOST, t.port, t.lookup_port, state_port=t.state_port)
     d = Endpoint(HOST, x.port, x.lookup_port, state_port=x.state_port)
     used: set[int] = set()
