@@ -148,24 +148,43 @@ class Applier:
         self, ref: ChildRef, manifest: Object, live: Object | None, owner: Object, memory: dict[ChildRef, LastApplied]
     ) -> Object | Failure | None:
         """The child as it is now; None while an earlier one is being deleted."""
-        namespace = manifest["metadata"]["namespace"]
         if live is None:
             try:
                 return self._record(ref, manifest, await self.client.apply_new(ref.kind, manifest), memory)
             except ConflictError:
                 # The watches select our label: an object that does not carry it is not in the cache, yet has the name.
-                with suppress(NotFoundError):
-                    live = await self.client.get(ref.kind, namespace, ref.name)
-        if live is not None:
-            ownership = choose_ownership(live, owner)
-            if ownership == "foreign":
-                return Failure(ref, names.REASON_NAME_TAKEN, NAME_TAKEN)
-            if ownership == "previous" or live["metadata"].get("deletionTimestamp"):
-                return None
-            if is_unchanged(manifest, live, memory.get(ref)):
-                memory.setdefault(ref, record_applied(manifest, live))
-                return live
-        return self._record(ref, manifest, await self.client.apply(ref.kind, manifest), memory)
+                live = await self._find(ref, manifest)
+        try:
+            return await self._apply_over(ref, manifest, live, owner, memory)
+        except ConflictError:
+            # Deleted since, and perhaps another one took its name.
+            return await self._apply_over(ref, manifest, await self._find(ref, manifest), owner, memory)
+
+    async def _find(self, ref: ChildRef, manifest: Object) -> Object | None:
+        with suppress(NotFoundError):
+            return await self.client.get(ref.kind, manifest["metadata"]["namespace"], ref.name)
+        return None
+
+    async def _apply_over(
+        self, ref: ChildRef, manifest: Object, live: Object | None, owner: Object, memory: dict[ChildRef, LastApplied]
+    ) -> Object | Failure | None:
+        """As ``_apply_child``; writes to ``live`` itself and to no successor of it.
+
+        Raises:
+            ConflictError: it is gone.
+        """
+        if live is None:
+            return self._record(ref, manifest, await self.client.apply(ref.kind, manifest), memory)
+        ownership = choose_ownership(live, owner)
+        if ownership == "foreign":
+            return Failure(ref, names.REASON_NAME_TAKEN, NAME_TAKEN)
+        if ownership == "previous" or live["metadata"].get("deletionTimestamp"):
+            return None
+        if is_unchanged(manifest, live, memory.get(ref)):
+            memory.setdefault(ref, record_applied(manifest, live))
+            return live
+        pinned = {**manifest, "metadata": {**manifest["metadata"], "uid": live["metadata"]["uid"]}}
+        return self._record(ref, manifest, await self.client.apply(ref.kind, pinned), memory)
 
     def _record(self, ref: ChildRef, manifest: Object, answer: Object, memory: dict[ChildRef, LastApplied]) -> Object:
         metadata = manifest["metadata"]

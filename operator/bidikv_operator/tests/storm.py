@@ -80,6 +80,8 @@ class Server:
         self.fault_rate = 0.0
         self.on_write: Callable[[str, Kind, Object | None, Object], None] = lambda verb, kind, before, sent: None
         """Told each write of the operator before it takes effect."""
+        self.meanwhile: Callable[[], None] = lambda: None
+        """Called at each request, once before and once after it takes effect: the rest of the world does not wait."""
         self.writes: list[str] = []
         self._applied: dict[tuple[Place, str], Object] = {}
         self._version = 1000
@@ -149,6 +151,7 @@ class Server:
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Object:
         self._fail("get", before=True)
+        self.meanwhile()
         found = self.objects.get((namespace, ChildRef(kind, name)))
         if found is None:
             raise NotFoundError("not found", status=404)
@@ -160,12 +163,15 @@ class Server:
 
     async def apply(self, kind: Kind, manifest: Object, *, subresource: str | None = None) -> Object:
         place = self._place(kind, manifest)
+        self.meanwhile()
         live = self.objects.get(place)
-        self._begin(f"apply {subresource}" if subresource else "apply", kind, live, manifest)
+        verb = f"apply {subresource}" if subresource else "apply"
+        self._begin(verb, kind, manifest)
+        if subresource is not None and live is None:
+            raise NotFoundError("not found", status=404)
         self._check_preconditions(live, manifest["metadata"])
-        if subresource is not None:
-            if live is None:
-                raise NotFoundError("not found", status=404)
+        self.on_write(verb, kind, live, manifest)
+        if subresource is not None and live is not None:
             key = (place, subresource)
             status = merge(live.get("status"), self._applied.get(key), manifest["status"])
             answer = self.store(kind, {**live, "status": status})
@@ -187,27 +193,35 @@ class Server:
         return await self.apply(kind, {**manifest, "metadata": metadata})
 
     async def patch(self, kind: Kind, namespace: str, name: str, *, uid: str, change: Object) -> Object:
+        self.meanwhile()
         live = self.find(kind, name)
-        self._begin("patch", kind, live, {**change, "metadata": {**change.get("metadata", {}), "name": name}})
+        sent = {**change, "metadata": {**change.get("metadata", {}), "name": name}}
+        self._begin("patch", kind, sent)
         if live is None:
             raise NotFoundError("not found", status=404)
         self._check_preconditions(live, {"uid": uid})
+        self.on_write("patch", kind, live, sent)
         answer = self.store(kind, _patch(live, change))
         self._fail("patch", before=False)
         return answer
 
     async def create(self, kind: Kind, manifest: Object) -> Object:
+        self.meanwhile()
         live = self.objects.get(self._place(kind, manifest))
-        self._begin("create", kind, live, manifest)
+        self._begin("create", kind, manifest)
         if live is not None:
             raise ConflictError("exists", status=409)
+        self.on_write("create", kind, None, manifest)
         return self.store(kind, manifest)
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        self.meanwhile()
         live = self.find(kind, name)
-        self._begin("delete", kind, live, {"metadata": {"name": name}})
+        sent = {"metadata": {"name": name}}
+        self._begin("delete", kind, sent)
         if live is None or live["metadata"]["uid"] != uid:
             return
+        self.on_write("delete", kind, live, sent)
         if kind == POD:
             self.end_pod(name)
         else:
@@ -222,17 +236,16 @@ class Server:
     def _place(kind: Kind, manifest: Object) -> Place:
         return manifest["metadata"]["namespace"], ChildRef(kind, manifest["metadata"]["name"])
 
-    def _begin(self, verb: str, kind: Kind, live: Object | None, sent: Object) -> None:
+    def _begin(self, verb: str, kind: Kind, sent: Object) -> None:
         if kind in self.missing:
             raise NotFoundError("the server could not find the requested resource", status=404)
         self._fail(verb, before=True)
         self.writes.append(f"{verb} {kind.kind} {sent['metadata']['name']}")
-        self.on_write(verb, kind, live, sent)
 
     @staticmethod
     def _check_preconditions(live: Object | None, wanted: Mapping[str, Any]) -> None:
         if live is None:
-            if "uid" in wanted:
+            if "uid" in wanted:  # a resourceVersion is ignored where there is nothing
                 raise ConflictError("uid mismatch", status=409)
             return
         for name in ("uid", "resourceVersion"):
@@ -241,6 +254,8 @@ class Server:
 
     def _fail(self, verb: str, *, before: bool) -> None:
         """Perhaps. After a write: its answer is lost, or the process that sent it is."""
+        if not before:
+            self.meanwhile()
         if self.rng.random() >= self.fault_rate:
             return
         if verb != "get" and self.rng.random() < 0.4:
@@ -409,8 +424,8 @@ class Controllers:
             old.remove(pod)
         if not old:
             surge = 0
-        for _ in range(min(wanted - len(new), wanted + surge - len(new) - len(old))):
-            new.append(self._make_pod(obj, template))
+        missing = min(wanted - len(new), wanted + surge - len(new) - len(old))
+        new += [self._make_pod(obj, template) for _ in range(missing)]
         for pod in sorted(old, key=is_ready):
             kept = sum(map(is_ready, new)) + sum(map(is_ready, old)) - is_ready(pod)
             if len(new) + len(old) > lowest and kept >= (lowest if is_ready(pod) else 0):

@@ -258,3 +258,27 @@ async def test_an_orphan_that_may_not_be_deleted_is_told(world: World) -> None:
     applied = await world.apply()
     assert [str(failure) for failure in applied.failures] == ["PodDisruptionBudget chat-prefill: no"]
     assert ChildRef(POD_DISRUPTION_BUDGET, "chat-prefill") in applied.children
+
+
+async def test_an_object_that_took_a_child_s_name_meanwhile_is_not_written(world: World) -> None:
+    """The cache still shows the child that was there before."""
+    await world.apply()
+    child = world.live(SERVICE, "chat")
+    world.change(router={"service": {"annotations": {"team.example/x": "1"}}})
+    world.kube.cache = None
+    world.kube.remove(SERVICE, "team", "chat")
+    owner = {"apiVersion": "v1", "kind": "Other", "name": "x", "uid": "other", "controller": True}
+    metadata = {"name": "chat", "namespace": "team", "ownerReferences": [owner]}
+    theirs = world.kube.store(SERVICE, {**child, "metadata": metadata})
+    applied = await world.apply()
+    assert [failure.reason for failure in applied.failures] == [names.REASON_NAME_TAKEN]
+    assert world.live(SERVICE, "chat") == theirs
+
+
+async def test_a_child_that_was_deleted_meanwhile_is_made_again(world: World) -> None:
+    await world.apply()
+    world.change(router={"service": {"annotations": {"team.example/x": "1"}}})
+    world.kube.cache = None
+    world.kube.remove(SERVICE, "team", "chat")
+    assert not (await world.apply()).failures
+    assert world.live(SERVICE, "chat")["metadata"]["annotations"]["team.example/x"] == "1"
