@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,10 +113,14 @@ class Service:
             pods = self.kubectl.find("pods", f"{names.LABEL_OWNER}={self.name}")
             return len(pods) == 6 and all(is_ready(pod) for pod in pods)
 
+        self.wait(is_whole, "all pods to be ready", READY_SECONDS)
+
+    def wait(self, look: Callable[[], bool], what: str, seconds: float) -> None:
+        """Wait; a failure shows the pods and what the operator says."""
         try:
-            eventually(is_whole, "all pods to be ready", READY_SECONDS)
+            eventually(look, what, seconds)
         except TimeoutError as error:
-            told = self.kubectl.run("get", "pods,bidikv", "-o", "wide")
+            told = self.kubectl.run("get", "pods,deployments,bidikv", "-o", "wide")
             raise AssertionError(f"{error}\n{told}\n{self.operator.log()[-4000:]}") from None
 
     @contextmanager
@@ -289,6 +293,6 @@ def test_a_new_release_takes_over_under_load(service: Service) -> None:
     with service.loaded() as load:
         answered = load.answers
         service.kubectl.apply(build(service.name, vllm_version="0.33.0"))
-        eventually(taken_over, "the new release's engines", ROLLOUT_SECONDS)
+        service.wait(taken_over, "the new release's engines", ROLLOUT_SECONDS)
         service.wait_until_whole()
         print(f"{load.answers - answered} answers during the rollout")
