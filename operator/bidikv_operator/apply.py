@@ -183,6 +183,10 @@ class Applier:
         if is_unchanged(manifest, live, memory.get(ref)):
             memory.setdefault(ref, record_applied(manifest, live))
             return live
+        if ref.kind == CONTROLLER_REVISION and live.get("data") != manifest["data"]:
+            # Cannot be changed. It was not written for what its name says, or lost its label and so was not found.
+            await self.client.delete(ref.kind, live["metadata"]["namespace"], ref.name, uid=live["metadata"]["uid"])
+            return None
         pinned = {**manifest, "metadata": {**manifest["metadata"], "uid": live["metadata"]["uid"]}}
         return self._record(ref, manifest, await self.client.apply(ref.kind, pinned), memory)
 

@@ -298,6 +298,8 @@ def build_error(status: int, answer: Object, retry_after: str | None, *, what: s
         return TransientError(message, status=status, retry_after=wait)
     if status == 401:
         return TransientError(message, status=status)  # a token is about to be re-read
+    if "metadata.uid" in message and "field is immutable" in message:
+        return ConflictError(message, status=status)  # an apply that names its object's uid, and another has its name
     known = {403: ForbiddenError, 404: NotFoundError, 409: ConflictError}
     return known.get(status, InvalidError)(message, status=status)
 

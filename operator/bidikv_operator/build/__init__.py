@@ -99,7 +99,6 @@ def build_all(
     children = children or {}
     budgets = (build_disruption_budget(resolved, role) for role in ROLES)
     chosen = {role: choose_templates(resolved, role, children, (inputs or {}).get(role)) for role in ENGINE_ROLES}
-    revisions = [build_controller_revision(resolved, role, chosen[role], children) for role in ENGINE_ROLES]
     templates = [
         template for each in chosen.values() for template in (each.engine, each.worker) if template is not None
     ]
@@ -120,7 +119,7 @@ def build_all(
         ),
         network_policies=build_network_policies(resolved),
         claim_templates=build_claim_templates(resolved, templates),
-        revisions=tuple(revision for revision in revisions if revision is not None),
+        revisions=tuple(build_controller_revision(resolved, role, chosen[role], children) for role in ENGINE_ROLES),
         deployments=(*sets[DEPLOYMENT], build_router_deployment(resolved, compute_config_hash(resolved))),
         leader_worker_sets=tuple(sets[LEADER_WORKER_SET]),
         disruption_budgets=tuple(budget for budget in budgets if budget is not None),

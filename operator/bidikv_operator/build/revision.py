@@ -4,8 +4,7 @@ A revision is named by its role and the hash of what its template was built from
 exists for what the spec says now, its template is used; what the builders would make today is not looked at. The API
 server refuses to change the data of a ControllerRevision, so a revision is what it was when it was first needed. It is
 written only once the API server has accepted the template (``apply.py``): one that it refuses must not outlive the
-operator that built it. One that does not hold a template (somebody deleted it and put another in its place) is deleted,
-and the next pass writes it anew.
+operator that built it. One that holds something else (somebody put it in the place of ours) is not used, and replaced.
 """
 
 from __future__ import annotations
@@ -62,19 +61,10 @@ def choose_templates(
 
 def build_controller_revision(
     resolved: Resolved, role: names.Role, templates: EngineTemplates, children: Mapping[ChildRef, Object]
-) -> Manifest | None:
-    """The revision that holds ``templates``; a new one gets the next number of its role.
-
-    None while one of its name holds something else: it has to go first, as its data cannot be changed.
-    """
+) -> Manifest:
+    """The revision that holds ``templates``; a new one gets the next number of its role."""
     ref = _find_revision(resolved, role, templates.present)
     stored = children.get(ref)
-    if (
-        stored is not None
-        and _is_own(resolved, stored)
-        and _read_templates(resolved, role, templates.present, children) is None
-    ):
-        return None
     revision = build_object(CONTROLLER_REVISION, resolved, ref.name, role)
     revision["metadata"]["annotations"] = {names.ANNOTATION_INPUT: templates.present}
     revision["data"] = {"template": templates.engine}

@@ -282,3 +282,17 @@ async def test_a_child_that_was_deleted_meanwhile_is_made_again(world: World) ->
     world.kube.remove(SERVICE, "team", "chat")
     assert not (await world.apply()).failures
     assert world.live(SERVICE, "chat")["metadata"]["annotations"]["team.example/x"] == "1"
+
+
+async def test_a_revision_that_lost_its_label_gives_way(world: World) -> None:
+    """It is not found any more, so a template is built again; what it holds cannot be changed."""
+    await world.apply()
+    ref = next(ref for ref in world.observed().children if ref.kind == CONTROLLER_REVISION)
+    other = copy.deepcopy(world.live(CONTROLLER_REVISION, ref.name))
+    other["metadata"]["labels"] = {}
+    other["data"]["template"]["spec"]["hostname"] = "of-another-version"
+    world.cache.drop(CONTROLLER_REVISION, world.live(CONTROLLER_REVISION, ref.name))
+    world.kube.store(CONTROLLER_REVISION, other)
+    assert (await world.apply()).waiting == (ref,)
+    assert not (await world.apply()).waiting
+    assert "hostname" not in world.live(CONTROLLER_REVISION, ref.name)["data"]["template"]["spec"]

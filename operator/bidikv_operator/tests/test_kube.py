@@ -244,6 +244,7 @@ async def test_an_answer_that_is_no_json(server: tuple[Server, Kube]) -> None:
         (404, "none", NotFoundError),
         (409, "clash", ConflictError),
         (422, "spec.x: Invalid value", InvalidError),
+        (422, 'ConfigMap "x" is invalid: metadata.uid: Invalid value: "a": field is immutable', ConflictError),
         (429, "slow down", TransientError),
         (500, "etcd", TransientError),
         (500, "failed to create typed patch object (n/x): .spec.foo: field not declared in schema", InvalidError),
