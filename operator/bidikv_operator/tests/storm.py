@@ -20,7 +20,6 @@ from bidikv_operator.engines.facts import FactStore
 from bidikv_operator.kinds import (
     CONTROLLER_REVISION,
     DEPLOYMENT,
-    EVENT,
     INFERENCE,
     LEADER_WORKER_SET,
     OPTIONAL_KINDS,
@@ -92,7 +91,7 @@ class Server:
         found = self.objects.get((NAMESPACE, ChildRef(kind, name)))
         return copy.deepcopy(found)
 
-    def list(self, *kinds: Kind) -> list[Object]:
+    def select(self, *kinds: Kind) -> list[Object]:
         return [copy.deepcopy(obj) for (_, ref), obj in self.objects.items() if ref.kind in kinds]
 
     def store(self, kind: Kind, obj: Object) -> Object:
@@ -158,7 +157,7 @@ class Server:
         return copy.deepcopy(found)
 
     async def pages(self, kind: Kind, namespace: str | None, *, label_selector: str = "") -> AsyncIterator[Listed]:
-        items = [obj for obj in self.list(kind) if not label_selector or _is_selected(kind, obj)]
+        items = [obj for obj in self.select(kind) if not label_selector or _is_selected(kind, obj)]
         yield Listed(tuple(items), str(self._version))
 
     async def apply(self, kind: Kind, manifest: Object, *, subresource: str | None = None) -> Object:
@@ -378,27 +377,29 @@ class Controllers:
     def settle(self) -> bool:
         """Everything that can happen now does. Whether anything did."""
         before = self.server._version
-        for obj in self.server.list(DEPLOYMENT, LEADER_WORKER_SET):
+        for obj in self.server.select(DEPLOYMENT, LEADER_WORKER_SET):
             self.control(obj)
         self.collect()
-        for pod in self.server.list(POD):
+        for pod in self.server.select(POD):
             self.run(pod)
-        for obj in self.server.list(DEPLOYMENT, LEADER_WORKER_SET):
+        for obj in self.server.select(DEPLOYMENT, LEADER_WORKER_SET):
             self.control(obj)
         return self.server._version != before
 
     def control_one(self) -> None:
-        found = self.server.list(DEPLOYMENT, LEADER_WORKER_SET)
+        found = self.server.select(DEPLOYMENT, LEADER_WORKER_SET)
         if found:
             self.control(self.rng.choice(found))
 
     def run_one(self) -> None:
-        waiting = [pod for pod in self.server.list(POD) if not is_ready(pod)]
+        waiting = [pod for pod in self.server.select(POD) if not is_ready(pod)]
         if waiting:
             self.run(self.rng.choice(waiting))
 
     def pods_of(self, obj: Object) -> list[Object]:
-        return [pod for pod in self.server.list(POD) if pod["metadata"]["labels"][SET_LABEL] == obj["metadata"]["uid"]]
+        return [
+            pod for pod in self.server.select(POD) if pod["metadata"]["labels"][SET_LABEL] == obj["metadata"]["uid"]
+        ]
 
     def control(self, obj: Object) -> None:
         """A rolling update and the right number of pods, as ``k8s.io/kubernetes/pkg/controller/deployment`` does."""
@@ -485,7 +486,7 @@ class Controllers:
             if ref.kind == POD:
                 if obj["metadata"]["labels"][SET_LABEL] not in uids:
                     self.server.end_pod(ref.name)
-            elif owners and not any(owner["uid"] in uids for owner in owners):
+            elif owners and owners[0]["kind"] == names.KIND and owners[0]["uid"] not in uids:
                 self.server.remove(ref.kind, ref.name)
 
     def run(self, pod: Object) -> None:
@@ -552,7 +553,7 @@ class Operator:
         self.server.changes.clear()  # its watches begin with a list
         for kind in WATCHED:
             if kind not in self.server.missing:
-                for obj in self.server.list(kind):
+                for obj in self.server.select(kind):
                     if _is_selected(kind, obj):
                         self.cache.put(kind, obj)
 
@@ -611,7 +612,3 @@ class Operator:
 
 def find_secret(server: Server, key: Key) -> Object | None:
     return server.find(SECRET, names.child_name(key.name, names.TOKEN_SECRET))
-
-
-def list_events(server: Server) -> list[Object]:
-    return server.list(EVENT)

@@ -4,8 +4,8 @@ watches, against the cluster of ``storm.py``.
 Always: nothing foreign is written, no token is told, every status is whole, no single decision costs more than the
 strategy allows. In calm histories, where only the user and the API server make trouble, the cluster itself is looked
 at: ready engines stay above the floor. (Not with templates that change in place while a group changes: the set's own
-controller then has a budget of its own.) In the end, when the weather clears: all is as the resource says, nobody writes
-any more, and neither does a process that knows nothing of what was before.
+controller then has a budget of its own.) In the end, when the weather clears: all is as the resource says, nobody
+writes any more, and neither does a process that knows nothing of what was before.
 
 ``BIDIKV_STORM_SEEDS=500`` tries more histories, ``BIDIKV_STORM_FIRST=7`` begins with another one.
 """
@@ -65,7 +65,7 @@ from bidikv_operator.validate import validate
 Object = dict[str, Any]
 
 FIRST: Final = int(os.environ.get("BIDIKV_STORM_FIRST", "0"))
-SEEDS: Final = range(FIRST, FIRST + int(os.environ.get("BIDIKV_STORM_SEEDS", "10")))
+SEEDS: Final = range(FIRST, FIRST + int(os.environ.get("BIDIKV_STORM_SEEDS", "6")))
 STEPS: Final = 120
 END_ROUNDS: Final = 400
 IMAGES: Final = ("vllm:v1", "vllm:v1", "vllm:v2", "vllm:v3", BROKEN_IMAGE, REFUSED_IMAGE)
@@ -227,13 +227,13 @@ class World:
             self.server.end_pod(obj["metadata"]["name"])
 
     def blip(self) -> None:
-        for pod in self.server.list(POD):
+        for pod in self.server.select(POD):
             if self.rng.random() < 0.5 and is_ready(pod):
                 pod["status"]["conditions"][1]["status"] = "False"
                 self.server.store(POD, pod)
 
     def accuse(self) -> None:
-        pods = [pod for pod in self.server.list(POD) if pod["status"].get("podIP")]
+        pods = [pod for pod in self.server.select(POD) if pod["status"].get("podIP")]
         if pods:
             self.accused = {f"{self.rng.choice(pods)['status']['podIP']}:5800"}
             self.clock.now += timedelta(seconds=90)
@@ -293,7 +293,7 @@ class World:
         if kind in self.server.missing:
             self.server.missing.remove(kind)
         else:
-            for obj in self.server.list(kind):
+            for obj in self.server.select(kind):
                 self.server.remove(kind, obj["metadata"]["name"])
             self.server.missing.add(kind)
         self.start()
@@ -309,7 +309,7 @@ class World:
         found = [
             obj
             for kind in kinds
-            for obj in self.server.list(kind)
+            for obj in self.server.select(kind)
             if (kind, obj["metadata"]["name"]) not in self.foreign
         ]
         return self.rng.choice(found) if found else None
@@ -396,7 +396,7 @@ class World:
         resolved = self.resolve()
         if resolved is None:
             return
-        pods = self.server.list(POD)
+        pods = self.server.select(POD)
         for role, target in compute_targets(resolved).items():
             promise = self.promises.setdefault(role, Promise.of(target))
             promise.weaken(target)
@@ -578,7 +578,7 @@ class World:
         }
         assert set(owners.values()) == {resource["metadata"]["uid"]}, owners
         for role in ENGINE_ROLES:
-            pods = [pod for pod in self.server.list(POD) if read_role(pod) == role]
+            pods = [pod for pod in self.server.select(POD) if read_role(pod) == role]
             engine = resolved.prefill if role == PREFILL else resolved.decode
             assert len(pods) == engine.replicas
             assert all(map(is_ready, pods))
