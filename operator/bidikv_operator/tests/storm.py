@@ -43,7 +43,8 @@ NAMESPACE: Final = "team"
 SET_LABEL: Final = "test/set"
 """On pods: uid of the Deployment or LeaderWorkerSet that made them."""
 TEMPLATE_LABEL: Final = "test/template"
-GRACE: Final = timedelta(seconds=300)
+GRACE: Final = timedelta(days=1)
+"""No pod is overdue here: each holds its accelerators until its kubelet says that it is gone."""
 REFUSED_IMAGE: Final = "vllm:refused"
 """No policy of this cluster admits a template with it."""
 BROKEN_IMAGE: Final = "vllm:broken"

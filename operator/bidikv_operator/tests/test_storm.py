@@ -83,12 +83,14 @@ class Promise:
 
     @classmethod
     def of(cls, target: Target) -> Promise:
-        return cls(target.floor, target.wanted + target.surge, target.floor >= 1)
+        floor = target.wanted - target.unavailable
+        return cls(floor, target.wanted + target.surge, floor >= 1)
 
     def weaken(self, target: Target) -> None:
-        self.floor = min(self.floor, target.floor)
-        self.room = max(self.room, target.wanted + target.surge)
-        self.has_pair = self.has_pair and target.floor >= 1
+        latest = Promise.of(target)
+        self.floor = min(self.floor, latest.floor)
+        self.room = max(self.room, latest.room)
+        self.has_pair = self.has_pair and latest.has_pair
 
 
 @dataclass
@@ -113,6 +115,8 @@ class World:
         replicas = {role: {"replicas": self.rng.randint(1, 4)} for role in ENGINE_ROLES}
         self.base = make_resource(name=name, image="vllm:v1", **replicas)
         self.spec: Object = self.base["spec"]
+        self.resolved: Resolved | None = None
+        """The resource as the present pass sees it."""
         self.sent: dict[ChildRef, int] = {}
         """Replicas of engines' sets in the writes of this pass."""
         self.create()
@@ -337,7 +341,7 @@ class World:
 
     async def run_pass(self) -> None:
         before, resolved = self.operator.cache.children(self.key), self.resolve()
-        self.sent = {}
+        self.sent, self.resolved = {}, resolved
         try:
             is_done = await self.operator.run()
         except ProcessEndedError:
@@ -355,11 +359,26 @@ class World:
         name = sent["metadata"]["name"]
         assert (kind, name) not in self.foreign, f"{verb} of somebody else's {kind.kind} {name}"
         self.log.append(f"{verb} {kind.kind} {name}")
-        if kind in SETS and verb != "delete":
+        if kind in SETS and verb == "delete":
+            assert before is not None
+            held = [pod for pod in self.operator.cache.pods(self.key) if is_of(pod, before)]
+            assert not held, f"{name} is deleted with pods that hold accelerators"
+        elif kind in SETS:
             self.sent[ChildRef(kind, name)] = sent["spec"]["replicas"]
+            if self.is_calm and verb == "apply":
+                self.check_room(before, sent)
         if kind != SECRET:
             text = json.dumps(sent)
             assert not any(token in text for token in self.tokens), f"a token in {kind.kind} {name}"
+
+    def check_room(self, before: Object | None, sent: Object) -> None:
+        """A set that grows while there are engines of other groups leaves them their place, also while they drain."""
+        role, grown = read_role(sent), sent["spec"]["replicas"]
+        if self.resolved is None or role not in ENGINE_ROLES or grown <= (before["spec"]["replicas"] if before else 0):
+            return
+        others = [pod for pod in self.server.select(POD) if read_role(pod) == role and not is_of(pod, sent)]
+        target = compute_targets(self.resolved)[PREFILL if role == PREFILL else DECODE]
+        assert not others or grown + len(others) <= target.wanted + target.surge, f"{role}: no room for {grown}"
 
     def find_uid(self) -> str | None:
         resource = self.server.find(INFERENCE, self.key.name)
@@ -387,7 +406,7 @@ class World:
                 ready += count
                 kept += min(count, self.sent.get(ref, count))
                 told.append(f"{ref.name} {count} of {obj['spec']['replicas']}, now {self.sent.get(ref)}")
-            assert kept >= min(ready, target.floor), (
+            assert kept >= min(ready, target.wanted - target.unavailable), (
                 f"{role}: {kept} of {ready} ready engines are kept: {'; '.join(told)}"
             )
 
@@ -599,6 +618,12 @@ class World:
 def read_role(obj: Object) -> str | None:
     found: str | None = obj["metadata"].get("labels", {}).get(names.LABEL_ROLE)
     return found
+
+
+def is_of(pod: Object, engines: Object) -> bool:
+    """Whether a pod is of the role and group of a set."""
+    mine, theirs = (one["metadata"].get("labels", {}) for one in (pod, engines))
+    return all(mine.get(name) == theirs.get(name) for name in (names.LABEL_ROLE, names.LABEL_GROUP))
 
 
 async def run_history(world: World) -> None:
