@@ -88,6 +88,8 @@ def _is_worth_telling(previous: Mapping[str, Any] | None, condition: Mapping[str
         return bool(status == "True")  # else it repeats what is not ready
     if name == names.TRANSPORT_VERIFIED and status == "Unknown":
         return False
+    if name == names.ACCEPTED and status == "True":
+        return previous is not None  # that a new resource is valid is no news
     if name == names.DEGRADED and status == "False":
         return previous is not None and previous["status"] == "True"
     if name in names.ROLE_CONDITIONS.values() and status == "True":

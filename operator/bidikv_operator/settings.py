@@ -63,7 +63,7 @@ class Settings:
     log_level: str = "INFO"
     """BIDIKV_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR."""
 
-    workers: int = 4
+    workers: int = 8
     """BIDIKV_WORKERS: resources reconciled at the same time."""
 
     queue_limit: int = 100_000
@@ -103,7 +103,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         http_host=source.text("HTTP_HOST"),
         http_port=source.whole("HTTP_PORT", default=8080, low=0, high=65535),
         log_level=source.one_of("LOG_LEVEL", default="INFO", allowed=LOG_LEVELS),
-        workers=source.whole("WORKERS", default=4, low=1, high=64),
+        workers=source.whole("WORKERS", default=8, low=1, high=64),
         queue_limit=source.whole("QUEUE_LIMIT", default=100_000, low=1, high=10_000_000),
         resync_seconds=source.whole("RESYNC_SECONDS", default=600, low=5, high=86_400),
         write_timeout_seconds=source.whole("WRITE_TIMEOUT_SECONDS", default=5, low=1, high=300),

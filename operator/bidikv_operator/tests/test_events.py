@@ -30,7 +30,8 @@ def tell(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        (None, ("Accepted", "True", "Valid"), True),
+        (None, ("Accepted", "True", "Valid"), False),
+        (("Accepted", "False", "Invalid"), ("Accepted", "True", "Valid"), True),
         (("Ready", "True", "Ready"), ("Ready", "True", "Ready"), False),
         (("PrefillReady", "False", "Starting"), ("PrefillReady", "True", "AllReplicasReady"), True),
         (None, ("PrefillReady", "False", "Starting"), False),
