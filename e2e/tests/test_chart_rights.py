@@ -372,6 +372,8 @@ def worked(installed: Installed) -> Installed:
         kubectl.apply(*make_decode_pods(kubectl))
         kubectl.apply(make_resource(decode={**SPEC["decode"], "replicas": 1}))
         eventually(lambda: read_costs(kubectl) == {"0"}, "costs of pods", WAIT)
+        kubectl.apply(make_resource(paused=True))
+        eventually(lambda: kubectl.find("events"), "an Event of the pause", WAIT)
         if not installed.watched:
             eventually(lambda: elsewhere.find(CHILDREN, OWNED), "children elsewhere", WAIT)
     with installed.run() as again:  # reads what the first one has written
