@@ -190,12 +190,12 @@ class FakeKube:
         name = manifest["metadata"]["name"]
         self._write("apply" if subresource is None else f"apply {subresource}", kind, name)
         live = self.objects.get((manifest["metadata"]["namespace"], ChildRef(kind, name)))
-        if subresource is not None and live is None:
-            raise NotFoundError("gone", status=404)
         uid = manifest["metadata"].get("uid")
         if uid is not None and (live is None or live["metadata"]["uid"] != uid):
             raise ConflictError("uid mismatch", status=409)
         if subresource is not None:
+            if live is None:
+                raise NotFoundError("gone", status=404)
             return self.store(kind, {**live, "status": manifest["status"]})
         merged = {**copy.deepcopy(live or {}), **copy.deepcopy(manifest)}
         if live is not None:
