@@ -38,6 +38,11 @@ def two_decode_engines(service: Service) -> Iterator[Service]:  # noqa: F811
         yield service
     finally:
         scale(1)
+        # It waits for the next turns of its sessions, which do not come.
+        selector = f"{names.LABEL_OWNER}={NAME},{names.LABEL_ROLE}={names.DECODE}"
+        for pod in service.kubectl.find("pods", selector):
+            if "deletionTimestamp" in pod["metadata"]:
+                service.kubectl.run("delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
 
 
 def find_decode_engine(service: Service, session: str) -> str:  # noqa: F811
