@@ -168,6 +168,7 @@ def compute_input(spec: Mapping[str, Any], role: str) -> str:
         {
             **rest,
             "fabric": fabric,
+            "kvReuse": {"retention": _at(spec, "kvReuse", "retention")},  # the mode is the router's alone
             "role": role,
             "engine": own,
             "drainSeconds": _at(spec, "updateStrategy", "drainSeconds"),

@@ -54,7 +54,7 @@ def change(spec: Object, path: str, value: Any) -> Object:
     ("spec", "identity"),
     [
         (SMALL, Identity("52c923fd", "96f447dd1a", "17d241610c")),
-        (FULL, Identity("532fb6ea", "69e53bfcc5", "7c055963b8")),
+        (FULL, Identity("532fb6ea", "b1abc078a0", "647ef08ec1")),
     ],
     ids=["small", "full"],
 )
@@ -87,7 +87,8 @@ SIDECAR = {"spec": {"containers": [{"name": "engine", "resources": {}}, {"name":
         ("model.maxLength", 4096, False, BOTH),
         ("model.loraAdapters", [{"name": "x", "source": {"path": "/x"}}], False, BOTH),
         ("imagePullSecrets", ["registry"], False, BOTH),
-        ("kvReuse.mode", "OneWay", False, BOTH),
+        ("kvReuse.mode", "OneWay", False, NOTHING),
+        ("kvReuse.retention", {"policy": "LRU"}, False, BOTH),
         ("fabric.privileged", "Enabled", False, BOTH),
         ("updateStrategy.drainSeconds", 60, False, BOTH),
         ("security.podSecurity", "Unrestricted", False, BOTH),
