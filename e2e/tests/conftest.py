@@ -7,6 +7,7 @@ Nothing sleeps for a fixed time: waiting is ``e2e.kubectl.eventually``, with a d
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 
@@ -54,3 +55,20 @@ def namespace(cluster: Kubectl) -> Iterator[Kubectl]:
     bound = cluster.within(name)
     yield bound
     cluster.run("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="module")
+def no_other_operator(cluster: Kubectl) -> Iterator[None]:
+    """An installed operator that serves all namespaces would do this test's work: it pauses meanwhile."""
+    paused = []
+    labels = "app.kubernetes.io/name=bidikv,app.kubernetes.io/component=operator"
+    listed = json.loads(cluster.run("get", "deployments", "--all-namespaces", "-o", "json", "--selector", labels))
+    for item in listed["items"]:
+        bound = cluster.within(item["metadata"]["namespace"])
+        name, replicas = item["metadata"]["name"], item["spec"]["replicas"]
+        bound.run("scale", "deployment", name, "--replicas=0")
+        bound.run("wait", "pod", "--selector", labels, "--for=delete", "--timeout=60s", timeout=90)
+        paused.append((bound, name, replicas))
+    yield
+    for bound, name, replicas in paused:
+        bound.run("scale", "deployment", name, f"--replicas={replicas}")

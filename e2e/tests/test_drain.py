@@ -29,7 +29,6 @@ from e2e.kubectl import Kubectl, KubectlError, Manifest, eventually
 from e2e.operator_process import OperatorProcess
 from e2e.simengine.local import SERVED_MODEL
 from e2e.simengine.resource import build_resource, read_metrics
-from e2e.tests.test_operator import no_other_operator  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.cluster
 
@@ -179,7 +178,7 @@ def service(
     cluster: Kubectl,
     crd: None,
     tmp_path_factory: pytest.TempPathFactory,
-    no_other_operator: None,  # noqa: F811
+    no_other_operator: None,
 ) -> Iterator[Service]:
     namespace = f"e2e-drain-{uuid.uuid4().hex[:8]}"
     cluster.run("create", "namespace", namespace)

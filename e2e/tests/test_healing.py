@@ -20,7 +20,6 @@ from e2e.load import Load
 from e2e.operator_process import OperatorProcess
 from e2e.simengine.local import SERVED_MODEL
 from e2e.simengine.resource import build_resource, set_faults
-from e2e.tests.test_operator import no_other_operator  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.cluster
 
@@ -78,7 +77,7 @@ class Healed:
 
 
 @pytest.fixture
-def healed(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[Healed]:  # noqa: F811
+def healed(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[Healed]:
     settings = {"BIDIKV_POLL_SECONDS": "2", "BIDIKV_LEASE_SECONDS": "6", "BIDIKV_RENEW_DEADLINE_SECONDS": "4"}
     settings |= {"BIDIKV_WRITE_TIMEOUT_SECONDS": "2", "BIDIKV_RETRY_SECONDS": "1"}
     operator = OperatorProcess(namespace, "one", image_references()["runtime"], tmp_path, settings).start()

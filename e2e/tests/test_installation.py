@@ -14,7 +14,6 @@ from e2e.install import CHART, image_references
 from e2e.kubectl import Kubectl, eventually
 from e2e.simengine.resource import build_resource
 from e2e.tests.test_chart import helm
-from e2e.tests.test_operator import no_other_operator  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.cluster
 
@@ -43,7 +42,7 @@ def test_it_serves_its_namespace_and_no_other(
     restricted: Kubectl,
     elsewhere: Kubectl,
     crd: None,
-    no_other_operator: None,  # noqa: F811
+    no_other_operator: None,
 ) -> None:
     images = image_references()
     values = [

@@ -140,23 +140,6 @@ def world(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None
         process.kill()
 
 
-@pytest.fixture(scope="module")
-def no_other_operator(cluster: Kubectl) -> Iterator[None]:
-    """An installed operator that serves all namespaces would do this test's work: it pauses meanwhile."""
-    paused = []
-    labels = "app.kubernetes.io/name=bidikv,app.kubernetes.io/component=operator"
-    listed = json.loads(cluster.run("get", "deployments", "--all-namespaces", "-o", "json", "--selector", labels))
-    for item in listed["items"]:
-        bound = cluster.within(item["metadata"]["namespace"])
-        name, replicas = item["metadata"]["name"], item["spec"]["replicas"]
-        bound.run("scale", "deployment", name, "--replicas=0")
-        bound.run("wait", "pod", "--selector", labels, "--for=delete", "--timeout=60s", timeout=90)
-        paused.append((bound, name, replicas))
-    yield
-    for bound, name, replicas in paused:
-        bound.run("scale", "deployment", name, f"--replicas={replicas}")
-
-
 class Audit:
     """The writes of operators in one namespace since a moment, as the API server saw them; leases aside."""
 

@@ -26,7 +26,6 @@ from e2e.load import Load
 from e2e.operator_process import OperatorProcess
 from e2e.simengine.local import SERVED_MODEL
 from e2e.simengine.resource import build_resource
-from e2e.tests.test_operator import no_other_operator  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.cluster
 
@@ -111,7 +110,7 @@ def ask(url: str, token: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def secured(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[Secured]:  # noqa: F811
+def secured(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[Secured]:
     restricted = "pod-security.kubernetes.io/enforce=restricted"
     namespace.run("label", "namespace", namespace.namespace or "", restricted)
     operator = OperatorProcess(namespace, "one", image_references()["runtime"], tmp_path, SETTINGS).start()

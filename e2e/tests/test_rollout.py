@@ -24,7 +24,6 @@ from e2e.load import Load
 from e2e.operator_process import OperatorProcess
 from e2e.simengine.local import SERVED_MODEL
 from e2e.simengine.resource import build_resource
-from e2e.tests.test_operator import no_other_operator  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.cluster
 
@@ -101,7 +100,7 @@ class Rolled:
 
 
 @pytest.fixture
-def rolled(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[Rolled]:  # noqa: F811
+def rolled(namespace: Kubectl, crd: None, tmp_path: Path, no_other_operator: None) -> Iterator[Rolled]:
     image = image_references()["runtime"]
     operator = OperatorProcess(namespace, "one", image, tmp_path, {"BIDIKV_POLL_SECONDS": "2"}).start()
     found = Rolled(namespace, operator, {"updateStrategy": QUICK})
