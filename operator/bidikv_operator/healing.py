@@ -186,7 +186,7 @@ def _is_being_replaced(
     last = max((_read_time(record) for record in records if record["role"] == role), default=None)
     if last is None or now - last >= BUDGET_PERIOD:
         return False
-    engine = resolved.prefill if role == names.PREFILL else resolved.decode
+    engine = resolved.engine(role)
     return sum(map(_is_ready, pods)) < engine.replicas * engine.nodes
 
 

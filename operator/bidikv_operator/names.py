@@ -6,7 +6,8 @@ One place for each name: a builder, a test or the chart never spells one out aga
 from __future__ import annotations
 
 import hashlib
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 GROUP: Final = "serving.bidikv.io"
 VERSION: Final = "v1alpha1"
@@ -150,6 +151,12 @@ REASON_TOKEN_ROTATED: Final = "PeerTokenRotated"
 REASON_MODEL_NOT_FOUND: Final = "ModelNotFound"
 REASON_ACCESS_DENIED: Final = "ModelAccessDenied"
 REASON_HUB_UNREACHABLE: Final = "ModelHubUnreachable"
+
+
+def find_engine_role(obj: Mapping[str, Any]) -> Role | None:
+    """The engine role that an object's label names; None for anything else, workers of multi-node replicas included."""
+    label = (obj["metadata"].get("labels") or {}).get(LABEL_ROLE)
+    return next((role for role in ENGINE_ROLES if label == role), None)
 
 
 def child_name(owner: str, suffix: str, limit: int = 63) -> str:

@@ -60,7 +60,7 @@ def _find_role(pod: Mapping[str, Any]) -> Role | None:
     labels = pod["metadata"].get("labels") or {}
     if labels.get(WORKER_INDEX, "0") != "0":
         return None
-    return next((role for role in names.ENGINE_ROLES if labels.get(names.LABEL_ROLE) == role), None)
+    return names.find_engine_role(pod)
 
 
 def _is_started(pod: Mapping[str, Any]) -> bool:

@@ -53,7 +53,7 @@ def read_sets(
         _read_set(ref, obj, role, counted, current=current)
         for ref, obj in children.items()
         if ref.kind in (DEPLOYMENT, LEADER_WORKER_SET)
-        and (role := _find_role(obj)) is not None
+        and (role := names.find_engine_role(obj)) is not None
         and not obj["metadata"].get("deletionTimestamp")
     ]
     order = names.ENGINE_ROLES
@@ -73,7 +73,7 @@ def find_input(obj: Object) -> str | None:
 
 def find_pods(pods: Iterable[Object], found: EngineSet) -> list[Object]:
     """The pods of a set, workers of a replica that spans nodes left out."""
-    return [pod for pod in pods if _find_role(pod) == found.role and _find_group(pod) == found.group]
+    return [pod for pod in pods if names.find_engine_role(pod) == found.role and _find_group(pod) == found.group]
 
 
 def _read_set(
@@ -116,7 +116,7 @@ def _count_pods(pods: Iterable[Object], now: datetime) -> dict[tuple[Role, str],
     """Live and leaving pods by role and group."""
     counted: dict[tuple[Role, str], tuple[int, int]] = {}
     for pod in pods:
-        role = _find_role(pod)
+        role = names.find_engine_role(pod)
         if role is None or (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
             continue
         key = (role, _find_group(pod))
@@ -132,11 +132,6 @@ def _count_pods(pods: Iterable[Object], now: datetime) -> dict[tuple[Role, str],
 
 def _parse_time(text: str) -> datetime:
     return datetime.fromisoformat(text.replace("Z", "+00:00")).astimezone(UTC)
-
-
-def _find_role(obj: Object) -> Role | None:
-    label = (obj["metadata"].get("labels") or {}).get(names.LABEL_ROLE)
-    return next((role for role in names.ENGINE_ROLES if label == role), None)
 
 
 def _find_group(obj: Object) -> str:

@@ -598,7 +598,7 @@ class World:
         assert set(owners.values()) == {resource["metadata"]["uid"]}, owners
         for role in ENGINE_ROLES:
             pods = [pod for pod in self.server.select(POD) if read_role(pod) == role]
-            engine = resolved.prefill if role == PREFILL else resolved.decode
+            engine = resolved.engine(role)
             assert len(pods) == engine.replicas
             assert all(map(is_ready, pods))
         secret = find_secret(self.server, self.key)
