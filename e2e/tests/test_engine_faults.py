@@ -203,8 +203,8 @@ async def read_from_a_frozen_source(
 async def freeze_during_a_read(deployment: Deployment, engines: dict[str, LocalEngine], point: str) -> None:
     """P gives up a read from D, which is left frozen, and answers right all the same.
 
-    In the middle of it the freeze races with the read. One that ended first was not met in its middle (its source is then
-    silent when asked to validate it), so another is tried.
+    In the middle of it the freeze races with the read. One that ended first was not met in its middle (its source is
+    then silent when asked to validate it), so another is tried.
     """
     for attempt in range(5):
         messages = await deployment.history(f"frozen {point} {attempt}", 3)

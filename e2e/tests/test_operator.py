@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from bidikv_operator.rollout.revision import compute_identity
+from bidikv_runtime import contract
 from e2e.cluster.paths import find_external_kubeconfig, find_paths
 from e2e.install import image_references
 from e2e.kubectl import Kubectl, Manifest, eventually
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.cluster
 
 WAIT = 60.0
 CHILDREN = (
-    "serviceaccounts,roles,rolebindings,configmaps,services,networkpolicies,controllerrevisions,deployments,"
-    "poddisruptionbudgets"
+    "serviceaccounts,roles,rolebindings,services,networkpolicies,controllerrevisions,deployments,poddisruptionbudgets"
 )
 NOWHERE: Manifest = {"spec": {"nodeSelector": {"example.com/nowhere": "true"}}}
 
@@ -52,7 +52,6 @@ IDENTITY = compute_identity(make_resource()["spec"])
 PREFILL = f"chat-prefill-{IDENTITY.group}"
 DECODE = f"chat-decode-{IDENTITY.group}"
 EXPECTED = {
-    "ConfigMap/chat-router-config",
     f"ControllerRevision/chat-decode-{IDENTITY.decode_input}",
     f"ControllerRevision/chat-prefill-{IDENTITY.prefill_input}",
     f"Deployment/{DECODE}",
@@ -99,6 +98,13 @@ class World:
         kind, _, rest = name.partition("/")
         found = self.kubectl.get(kind, rest)
         assert found is not None, name
+        return found
+
+    def router_config(self) -> dict[str, Any]:
+        """What the routers of the template are told."""
+        [container] = self.child("Deployment/chat-router")["spec"]["template"]["spec"]["containers"]
+        [text] = [item["value"] for item in container["env"] if item["name"] == contract.ENV_ROUTER_CONFIG]
+        found: dict[str, Any] = json.loads(text)
         return found
 
     def condition(self, name: str) -> dict[str, str]:
@@ -245,12 +251,12 @@ def test_repairs_what_others_change(world: World) -> None:
 
     world.kubectl.run("set", "image", f"deployment/{DECODE}", "engine=other.example/x:v9")
     world.kubectl.run("scale", f"deployment/{PREFILL}", "--replicas=5")
-    world.kubectl.run("label", "configmap", "chat-router-config", "serving.bidikv.io/owner-")
+    world.kubectl.run("label", "serviceaccount", "chat-engine", "serving.bidikv.io/owner-")
     world.kubectl.run("patch", "role", "chat-router", "--type=json", "-p", '[{"op":"remove","path":"/rules"}]')
 
     def repaired() -> bool:
         containers = world.child(f"Deployment/{DECODE}")["spec"]["template"]["spec"]["containers"]
-        labels = world.child("ConfigMap/chat-router-config")["metadata"]["labels"]
+        labels = world.child("ServiceAccount/chat-engine")["metadata"]["labels"]
         return (
             containers[0]["image"] == "engine.example/none:v1"
             and world.child(f"Deployment/{PREFILL}")["spec"]["replicas"] == 2
@@ -270,7 +276,7 @@ def test_changes_of_the_resource_are_carried_out(world: World) -> None:
     world.kubectl.apply(make_resource())
     world.operator()
     world.wait_until_settled()
-    first = world.child("Deployment/chat-router")["spec"]["template"]["metadata"]["annotations"]
+    assert world.router_config()["reuse"] == "Bidirectional"
     changed = make_resource(
         kvReuse={"mode": "OneWay"}, prefill={"replicas": 1, "gpusPerPod": 0, "podTemplate": NOWHERE}
     )
@@ -281,10 +287,7 @@ def test_changes_of_the_resource_are_carried_out(world: World) -> None:
     now = {f"ControllerRevision/chat-{role}-{identity.input_of(role)}" for role in ("prefill", "decode")}
     expected = (EXPECTED | now) - {"PodDisruptionBudget/chat-prefill"}
     eventually(lambda: world.has_exactly(expected), "the orphan to go", WAIT)
-    config = json.loads(world.child("ConfigMap/chat-router-config")["data"]["router.json"])
-    assert config["reuse"] == "OneWay"
-    second = world.child("Deployment/chat-router")["spec"]["template"]["metadata"]["annotations"]
-    assert first != second, "the router rolls"
+    assert world.router_config()["reuse"] == "OneWay"
     world.kubectl.run("scale", "bidikvinference", "chat", "--replicas=3")
     eventually(lambda: world.child(f"Deployment/{DECODE}")["spec"]["replicas"] == 3, "the scale of decode", WAIT)
     eventually(
@@ -328,14 +331,19 @@ def test_what_the_api_server_refuses_is_told(world: World) -> None:
 
 
 def test_a_foreign_object_is_left_alone(world: World) -> None:
-    theirs = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "chat-router-config"}, "data": {"a": "1"}}
+    theirs = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": {"name": "chat-engine", "annotations": {"example.com/theirs": "1"}},
+    }
     world.kubectl.apply(theirs)
     world.kubectl.apply(make_resource())
     world.operator()
     progressing = world.wait_for_condition("Progressing", "False", "NameTaken")
-    assert progressing["message"].startswith("ConfigMap chat-router-config: exists and belongs to something else")
-    assert world.child("ConfigMap/chat-router-config")["data"] == {"a": "1"}
-    world.kubectl.run("delete", "configmap", "chat-router-config")
+    assert progressing["message"].startswith("ServiceAccount chat-engine: exists and belongs to something else")
+    found = world.child("ServiceAccount/chat-engine")
+    assert (found["metadata"].get("labels"), "automountServiceAccountToken" in found) == (None, False)
+    world.kubectl.run("delete", "serviceaccount", "chat-engine")
     world.wait_until_settled()
 
 
@@ -407,7 +415,7 @@ def test_starts_with_many_objects(world: World) -> None:
     """kopf handles no event before it has indexed every listed object; that must not depend on their number."""
     labels = {"serving.bidikv.io/owner": "another"}
     many = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"filler-{number}", "labels": labels}}
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": f"filler-{number}", "labels": labels}}
         for number in range(250)
     ]
     world.kubectl.apply(*many)

@@ -190,7 +190,7 @@ def test_paused_changes_nothing_until_it_is_resumed(rolled: Rolled) -> None:
 
 def test_deletion_leaves_nothing(rolled: Rolled) -> None:
     rolled.kubectl.run("delete", names.SHORT_NAME, NAME, "--wait=false")
-    kinds = "deployments,pods,secrets,networkpolicies,controllerrevisions,services,configmaps,serviceaccounts"
+    kinds = "deployments,pods,secrets,networkpolicies,controllerrevisions,services,serviceaccounts"
 
     def left() -> list[str]:
         found = rolled.kubectl.run(

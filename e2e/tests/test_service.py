@@ -30,7 +30,7 @@ from e2e.kubectl import Kubectl, eventually
 
 pytestmark = pytest.mark.cluster
 
-CHILDREN = "serviceaccounts,roles,rolebindings,configmaps,services,deployments,poddisruptionbudgets"
+CHILDREN = "serviceaccounts,roles,rolebindings,services,deployments,poddisruptionbudgets"
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,7 @@ def test_kubectl_get_shows_ready_and_why(service: Service) -> None:
 def test_the_resource_owns_all_it_needs(service: Service) -> None:
     children = service.kubectl.find(CHILDREN, f"{names.LABEL_OWNER}={NAME}")
     kinds = {child["kind"] for child in children}
-    assert kinds == {
-        "ServiceAccount", "Role", "RoleBinding", "ConfigMap", "Service", "Deployment", "PodDisruptionBudget",
-    }  # fmt: skip
+    assert kinds == {"ServiceAccount", "Role", "RoleBinding", "Service", "Deployment", "PodDisruptionBudget"}
     for child in children:
         owner = child["metadata"]["ownerReferences"][0]
         assert (owner["kind"], owner["name"], owner["controller"]) == (names.KIND, NAME, True)
@@ -176,7 +174,7 @@ def test_an_idle_operator_only_renews_its_lease(service: Service) -> None:
     assert written == {"leases"}
 
 
-@pytest.mark.parametrize("kind", ["configmap", "service", "poddisruptionbudget", "rolebinding"])
+@pytest.mark.parametrize("kind", ["serviceaccount", "service", "poddisruptionbudget", "rolebinding"])
 def test_a_child_deleted_by_hand_comes_back(service: Service, kind: str) -> None:
     for child in service.kubectl.find(kind, f"{names.LABEL_OWNER}={NAME}"):
         name, uid = child["metadata"]["name"], child["metadata"]["uid"]

@@ -33,7 +33,6 @@ THEIRS: tuple[Manifest, ...] = (
         "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "theirs"},
         "subjects": [],
     },
-    {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "chat-router-config"}, "data": {"a": "theirs"}},
     {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat"}, "spec": {"ports": [{"port": 1}]}},
     {
         "apiVersion": "networking.k8s.io/v1",

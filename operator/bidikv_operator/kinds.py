@@ -46,7 +46,6 @@ INFERENCE: Final = Kind(names.GROUP, names.VERSION, names.KIND, names.PLURAL)
 SERVICE_ACCOUNT: Final = Kind("", "v1", "ServiceAccount", "serviceaccounts")
 ROLE: Final = Kind("rbac.authorization.k8s.io", "v1", "Role", "roles")
 ROLE_BINDING: Final = Kind("rbac.authorization.k8s.io", "v1", "RoleBinding", "rolebindings")
-CONFIG_MAP: Final = Kind("", "v1", "ConfigMap", "configmaps")
 SERVICE: Final = Kind("", "v1", "Service", "services")
 DEPLOYMENT: Final = Kind("apps", "v1", "Deployment", "deployments")
 POD_DISRUPTION_BUDGET: Final = Kind("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
@@ -65,7 +64,6 @@ CHILD_KINDS: Final = (
     SERVICE_ACCOUNT,
     ROLE,
     ROLE_BINDING,
-    CONFIG_MAP,
     SERVICE,
     NETWORK_POLICY,
     DEPLOYMENT,

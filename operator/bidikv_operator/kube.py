@@ -26,6 +26,9 @@ from bidikv_operator.kinds import LEASE, Kind
 Object = dict[str, Any]
 
 APPLY_CONTENT_TYPE: Final = "application/apply-patch+yaml"
+APPLY_QUERY: Final = {"fieldManager": names.FIELD_MANAGER, "force": "true", "fieldValidation": "Ignore"}
+"""A field that a schema lacks is refused by server-side apply itself. Field validation would only look for keys given
+twice, by parsing each body once more: a seventh of the API server's CPU while 1,000 resources were brought up."""
 MERGE_CONTENT_TYPE: Final = "application/merge-patch+json"
 PAGE_SIZE: Final = 100
 """Objects per page of a list: that many Deployments take 5 MB for a moment."""
@@ -121,7 +124,7 @@ class Kube:
             "PATCH",
             kind,
             kind.path(metadata["namespace"], metadata["name"], subresource),
-            query={"fieldManager": names.FIELD_MANAGER, "force": "true"},
+            query=APPLY_QUERY,
             body=manifest,
             content_type=APPLY_CONTENT_TYPE,
         )

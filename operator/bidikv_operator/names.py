@@ -31,8 +31,6 @@ LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 LABEL_OWNER: Final = f"{GROUP}/owner"
 """Name of the BidiKVInference that a child belongs to. Child watches select on it."""
 LABEL_ROLE: Final = f"{GROUP}/role"
-ANNOTATION_CONFIG_HASH: Final = f"{GROUP}/config-hash"
-"""On the router's pod template: a changed ConfigMap rolls the router."""
 ANNOTATION_APPLIED_HASH: Final = f"{GROUP}/applied-hash"
 """On every child: hash of the whole object as it was applied. Tells a later process what the earlier one wanted."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
@@ -157,6 +158,10 @@ class TokenStore:
         self, resolved: Resolved, owner: Object, ref: ChildRef, terms: TokenTerms, known: _Known | None
     ) -> TokenOutcome:
         key = Key(resolved.namespace, resolved.name)
+        if known is None and not owner.get("status"):
+            # New, so most likely without a Secret: asking first would be one request more for each.
+            with suppress(ConflictError):
+                return await self._create(resolved, terms)
         try:
             live = await self.client.get(SECRET, key.namespace, ref.name)
         except NotFoundError:
@@ -176,6 +181,19 @@ class TokenStore:
         self._known[key] = _Known(resolved.uid, planned, now)
         is_step = planned != state and not (state is None and known is None)
         return TokenOutcome(pause=compute_pause(planned, terms, now), step=STEPS[planned.phase] if is_step else None)
+
+    async def _create(self, resolved: Resolved, terms: TokenTerms) -> TokenOutcome:
+        """The Secret of a resource that has none.
+
+        Raises:
+            ConflictError: it has one.
+        """
+        now = self.now()
+        planned = plan_token(None, terms, now, self.make_token, known=())
+        await self._write(resolved, None, planned)
+        logger.info("%s/%s: %s", resolved.namespace, resolved.name, STEPS[planned.phase])
+        self._known[Key(resolved.namespace, resolved.name)] = _Known(resolved.uid, planned, now)
+        return TokenOutcome(pause=compute_pause(planned, terms, now))
 
     async def _write(self, resolved: Resolved, live: Object | None, planned: TokenState) -> None:
         manifest = build_token_secret(resolved, planned)

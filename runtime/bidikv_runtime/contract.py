@@ -249,8 +249,8 @@ METRIC_OBJECTIVE_TURNS: Final = "bidikv_router_objective_turns_total"
 """Streamed answers by ``objective`` and whether they ``met`` it: yes, no."""
 
 # --- the router's configuration -------------------------------------------------------------------------------------
-ROUTER_CONFIG_DIR: Final = "/etc/bidikv"
-ROUTER_CONFIG_FILE: Final = "router.json"
+ENV_ROUTER_CONFIG: Final = "BIDIKV_ROUTER_CONFIG"
+"""Variable of the router: its configuration, as ``RouterConfig.to_json`` writes it."""
 
 ReuseMode = Literal["Bidirectional", "OneWay"]
 """Bidirectional: prefill reads the history from decode. OneWay: KV moves from prefill to decode only."""

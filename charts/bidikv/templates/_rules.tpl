@@ -16,7 +16,7 @@ all of it is used and that everything else is denied.
   verbs: [update]
 # The children. Server-side apply needs create for what is new and patch for the rest.
 - apiGroups: [""]
-  resources: [configmaps, serviceaccounts, services]
+  resources: [serviceaccounts, services]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [deployments, controllerrevisions]

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bidikv_operator.build.configmap import build_router_configmap, compute_config_hash
 from bidikv_operator.build.deployment import build_engine_deployment, build_router_deployment
 from bidikv_operator.build.devices import build_claim_templates
 from bidikv_operator.build.leaderworkerset import build_leader_worker_set
@@ -24,7 +23,6 @@ from bidikv_operator.build.service import build_endpoint_service, build_engine_s
 from bidikv_operator.build.serviceaccount import build_engine_account, build_router_account
 from bidikv_operator.cache import ChildRef
 from bidikv_operator.kinds import (
-    CONFIG_MAP,
     CONTROLLER_REVISION,
     DEPLOYMENT,
     LEADER_WORKER_SET,
@@ -50,7 +48,6 @@ class Desired:
     service_accounts: tuple[Manifest, ...]
     roles: tuple[Manifest, ...]
     role_bindings: tuple[Manifest, ...]
-    config_maps: tuple[Manifest, ...]
     services: tuple[Manifest, ...]
     network_policies: tuple[Manifest, ...]
     claim_templates: tuple[Manifest, ...]
@@ -63,13 +60,12 @@ class Desired:
     """Children that stay as they are, if they exist: revisions to go back to, claims that earlier engines name."""
 
     def __iter__(self) -> Iterator[tuple[Kind, Manifest]]:
-        """In the order of writing: a pod's account, configuration and Service exist before the pod, and a template has
+        """In the order of writing: a pod's account and Service exist before the pod, and a template has
         been accepted before it is kept."""
         for kind, manifests in (
             (SERVICE_ACCOUNT, self.service_accounts),
             (ROLE, self.roles),
             (ROLE_BINDING, self.role_bindings),
-            (CONFIG_MAP, self.config_maps),
             (SERVICE, self.services),
             (NETWORK_POLICY, self.network_policies),
             (RESOURCE_CLAIM_TEMPLATE, self.claim_templates),
@@ -112,7 +108,6 @@ def build_all(
         service_accounts=(build_engine_account(resolved), build_router_account(resolved)),
         roles=(build_router_role(resolved),),
         role_bindings=(build_router_role_binding(resolved),),
-        config_maps=(build_router_configmap(resolved),),
         services=(
             *(build_engine_service(resolved, role) for role in ENGINE_ROLES),
             build_endpoint_service(resolved),
@@ -120,7 +115,7 @@ def build_all(
         network_policies=build_network_policies(resolved),
         claim_templates=build_claim_templates(resolved, templates),
         revisions=tuple(build_controller_revision(resolved, role, chosen[role], children) for role in ENGINE_ROLES),
-        deployments=(*sets[DEPLOYMENT], build_router_deployment(resolved, compute_config_hash(resolved))),
+        deployments=(*sets[DEPLOYMENT], build_router_deployment(resolved)),
         leader_worker_sets=tuple(sets[LEADER_WORKER_SET]),
         disruption_budgets=tuple(budget for budget in budgets if budget is not None),
         pod_monitors=build_pod_monitors(resolved),

@@ -54,7 +54,7 @@ def with_group(template: Manifest, resolved: Resolved) -> Manifest:
     return {**template, "metadata": {**metadata, "labels": labels}}
 
 
-def build_router_deployment(resolved: Resolved, config_hash: str) -> Manifest:
+def build_router_deployment(resolved: Resolved) -> Manifest:
     """Rolls without ever having fewer routers than asked for."""
     deployment = build_object(DEPLOYMENT, resolved, role_name(resolved, names.ROUTER), names.ROUTER)
     deployment["spec"] = {
@@ -63,6 +63,6 @@ def build_router_deployment(resolved: Resolved, config_hash: str) -> Manifest:
         "progressDeadlineSeconds": resolved.updates.progress_deadline_seconds + ROUTER_PROGRESS_DEADLINE_SECONDS,
         "selector": {"matchLabels": build_selector(resolved, names.ROUTER)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-        "template": build_router_template(resolved, config_hash),
+        "template": build_router_template(resolved),
     }
     return deployment

@@ -68,10 +68,6 @@ def engine_account_name(resolved: Resolved) -> str:
     return names.child_name(resolved.name, "engine")
 
 
-def config_name(resolved: Resolved) -> str:
-    return names.child_name(resolved.name, "router-config")
-
-
 def token_secret_name(resolved: Resolved) -> str:
     """Secret with the tokens by which engines and routers know each other (``peer_token.py`` writes it)."""
     return names.child_name(resolved.name, names.TOKEN_SECRET)

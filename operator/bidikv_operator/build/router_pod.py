@@ -8,29 +8,24 @@ from bidikv_operator import names
 from bidikv_operator.build.devices import with_resources
 from bidikv_operator.build.engine_pod import TOKEN_VOLUME, build_pull_policy, build_token_volume
 from bidikv_operator.build.merge import merge_override
-from bidikv_operator.build.meta import Manifest, build_labels, build_selector, config_name, role_name
+from bidikv_operator.build.meta import Manifest, build_labels, build_selector, role_name
 from bidikv_operator.build.placement import build_placement, build_spread
 from bidikv_operator.build.probes import build_router_probes
+from bidikv_operator.build.router_config import TLS_DIR, build_router_config
 from bidikv_operator.build.security import build_router_pod_security, build_unprivileged_container_security
 from bidikv_operator.build.shutdown import REQUEST_SECONDS, ROUTER_GRACE_SECONDS, ROUTER_LEAVE_SECONDS
 from bidikv_operator.resolved import Resolved
 from bidikv_runtime import contract
 
-CONFIG_VOLUME: Final = "config"
 TLS_VOLUME: Final = "tls"
-TLS_DIR: Final = "/etc/bidikv-tls"
-"""Where the Secret of type ``kubernetes.io/tls`` is mounted."""
 RESOURCES: Final = {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
 """512 MiB of request bodies may be held at once (the router's ``--max-buffered-bytes``)."""
 
 
-def build_router_template(resolved: Resolved, config_hash: str) -> Manifest:
-    """Pod template of the router; ``config_hash`` rolls it when its configuration changes."""
+def build_router_template(resolved: Resolved) -> Manifest:
+    """Pod template of the router; its configuration is a part of it."""
     router = resolved.router
-    volumes: list[Manifest] = [
-        {"name": CONFIG_VOLUME, "configMap": {"name": config_name(resolved)}},
-        build_token_volume(resolved),
-    ]
+    volumes: list[Manifest] = [build_token_volume(resolved)]
     if router.tls_secret_name is not None:
         volumes.append({"name": TLS_VOLUME, "secret": {"secretName": router.tls_secret_name}})
     spec: Manifest = {
@@ -47,10 +42,7 @@ def build_router_template(resolved: Resolved, config_hash: str) -> Manifest:
     if resolved.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in resolved.image_pull_secrets]
     template: Manifest = {
-        "metadata": {
-            "labels": build_labels(resolved, names.ROUTER),
-            "annotations": {names.ANNOTATION_CONFIG_HASH: config_hash},
-        },
+        "metadata": {"labels": build_labels(resolved, names.ROUTER)},
         "spec": spec,
     }
     merged: Manifest = merge_override(template, router.pod_template)
@@ -60,7 +52,6 @@ def build_router_template(resolved: Resolved, config_hash: str) -> Manifest:
 def _build_container(resolved: Resolved) -> Manifest:
     router = resolved.router
     mounts: list[Manifest] = [
-        {"name": CONFIG_VOLUME, "mountPath": contract.ROUTER_CONFIG_DIR, "readOnly": True},
         {"name": TOKEN_VOLUME, "mountPath": contract.TOKEN_DIR, "readOnly": True},
     ]
     if router.tls_secret_name is not None:
@@ -76,7 +67,10 @@ def _build_container(resolved: Resolved) -> Manifest:
             f"--drain-grace-seconds={REQUEST_SECONDS}",
             *(f"--{flag}={value}" for flag, value in sorted(router.limits.items())),
         ],
-        "env": [{"name": contract.ENV_TOKEN_FILE, "value": f"{contract.TOKEN_DIR}/{contract.TOKEN_KEY}"}],
+        "env": [
+            {"name": contract.ENV_ROUTER_CONFIG, "value": build_router_config(resolved).to_json()},
+            {"name": contract.ENV_TOKEN_FILE, "value": f"{contract.TOKEN_DIR}/{contract.TOKEN_KEY}"},
+        ],
         "ports": [{"name": "http", "containerPort": contract.ROUTER_PORT, "protocol": "TCP"}],
         "volumeMounts": mounts,
         "resources": with_resources(RESOURCES, router.resources),

@@ -111,6 +111,6 @@ def test_children_equal_the_golden_files(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_order_of_writing(case: str) -> None:
     kinds: list[Any] = [kind.kind for kind, _ in build_all(resolve(CASES[case]))]
-    for earlier in ("ServiceAccount", "RoleBinding", "ConfigMap", "Service"):
+    for earlier in ("ServiceAccount", "RoleBinding", "Service"):
         last = max(index for index, kind in enumerate(kinds) if kind == earlier)
         assert last < kinds.index("Deployment")

@@ -80,9 +80,9 @@ def pod_of(resolved: Resolved, build: Any, *arguments: Any) -> Pod:
 
 PREFILL, DECODE = (pod_of(RESOLVED, build_engine_template, role) for role in names.ENGINE_ROLES)
 WORKER = pod_of(RESOLVED, build_worker_template, "decode")
-ROUTER = pod_of(RESOLVED, build_router_template, "x")
+ROUTER = pod_of(RESOLVED, build_router_template)
 OTHER_ENGINE = pod_of(STRANGE, build_engine_template, "decode")
-OTHER_ROUTER = pod_of(STRANGE, build_router_template, "x")
+OTHER_ROUTER = pod_of(STRANGE, build_router_template)
 OPERATOR = Pod("bidikv-system", {"app.kubernetes.io/component": "operator", "app.kubernetes.io/name": "bidikv"})
 PROMETHEUS = Pod("monitoring", {"app": "prometheus"})
 CLIENT = Pod("other", {"app": "client"})

@@ -48,7 +48,7 @@ def test_efa_engines_share_a_zone(build: Any, role: names.Role) -> None:
     assert term["topologyKey"] == "topology.kubernetes.io/zone"
     # The term must match the pod itself, or the very first pod could never be scheduled.
     assert all(selects(term["labelSelector"], labels) for labels in labels_of_all_engines(resolved))
-    assert not selects(term["labelSelector"], build_router_template(resolved, "x")["metadata"]["labels"])
+    assert not selects(term["labelSelector"], build_router_template(resolved)["metadata"]["labels"])
 
 
 @pytest.mark.parametrize("resource", [EFA, TCP])
@@ -95,9 +95,9 @@ def test_scheduling_adds_to_what_the_operator_writes() -> None:
         spec = build_engine_template(resolved, role)["spec"]
         assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": "mine", "pool": "a"}
         assert [item["key"] for item in spec["tolerations"]] == ["nvidia.com/gpu", "spot"]
-    for spec in (build_engine_template(resolved, "decode")["spec"], build_router_template(resolved, "x")["spec"]):
+    for spec in (build_engine_template(resolved, "decode")["spec"], build_router_template(resolved)["spec"]):
         assert (spec["priorityClassName"], spec["schedulerName"]) == ("high", "other")
-    router = build_router_template(resolved, "x")["spec"]
+    router = build_router_template(resolved)["spec"]
     assert router["tolerations"] == [toleration]
     assert router["nodeSelector"]["pool"] == "a"
 

@@ -56,7 +56,7 @@ def test_engines_on_tcp_meet_the_restricted_standard(build: Any, role: names.Rol
 
 def test_routers_meet_it_on_any_fabric() -> None:
     for resource in (TCP, EFA):
-        assert find_violations(build_router_template(secured(resource, restricted=False), "x")["spec"]) == []
+        assert find_violations(build_router_template(secured(resource, restricted=False))["spec"]) == []
 
 
 def test_efa_lacks_of_it_what_pinning_memory_needs() -> None:

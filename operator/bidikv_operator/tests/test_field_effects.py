@@ -61,7 +61,7 @@ def flatten(value: Any, path: str = "") -> Iterator[str]:
             yield from flatten(item, f"{path}.{item.get('name', number)}")
     elif isinstance(value, list):
         yield f"{path}={' '.join(map(str, value))}"
-    elif path.endswith("router.json"):
+    elif path.endswith("env.BIDIKV_ROUTER_CONFIG.value"):
         yield from flatten(json.loads(value), path)
     else:
         yield f"{path}={value}"
@@ -158,7 +158,7 @@ class Effect:
 
 
 PREFILL, DECODE, ROUTER = "Deployment chat-prefill-g", "Deployment chat-decode-g", "Deployment chat-router"
-CONFIG, SERVICE, MONITOR = "ConfigMap chat-router-config", "Service chat", "PodMonitor chat-engine"
+CONFIG, SERVICE, MONITOR = "Deployment chat-router", "Service chat", "PodMonitor chat-engine"
 HUB = {"model.source": {"huggingFace": {"repository": "org/big"}}}
 ADAPTER = {"model.loraAdapters": [{"name": "law", "source": {"path": "/law"}}]}
 CLAIM_ADAPTER = {"claimName": "adapters", "path": "sql"}
@@ -353,7 +353,7 @@ def effects_of_router() -> Iterator[tuple[str, Effect]]:
         ("accessLog", "Enabled", "access_log=True"),
         ("debug", "Enabled", "debug=True"),
     ):
-        yield f"router.{name}", Effect({f"router.{name}": value}, CONFIG, f"router.json.{shows}")
+        yield f"router.{name}", Effect({f"router.{name}": value}, CONFIG, f"BIDIKV_ROUTER_CONFIG.value.{shows}")
     yield "router.tlsSecretName", Effect({"router.tlsSecretName": "tls"}, ROUTER, "secret.secretName=tls")
     traced = {"router.tracing.endpoint": "http://collector"}
     yield "router.tracing.endpoint", Effect(traced, CONFIG, "trace_endpoint=http://collector")

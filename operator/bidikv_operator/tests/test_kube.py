@@ -123,7 +123,7 @@ async def test_apply_is_server_side(server: tuple[Server, Kube]) -> None:
     assert request == (
         "PATCH",
         "/apis/apps/v1/namespaces/n/deployments/x",
-        {"fieldManager": "bidikv-operator", "force": "true"},
+        {"fieldManager": "bidikv-operator", "force": "true", "fieldValidation": "Ignore"},
         "application/apply-patch+yaml",
         MANIFEST,
     )

@@ -29,7 +29,6 @@ from bidikv_operator.cache import ChildRef, Key
 from bidikv_operator.drift import cut, mark_applied
 from bidikv_operator.kinds import (
     CHILD_KINDS,
-    CONFIG_MAP,
     CONTROLLER_REVISION,
     DEPLOYMENT,
     INFERENCE,
@@ -39,6 +38,7 @@ from bidikv_operator.kinds import (
     POD_MONITOR,
     SECRET,
     SERVICE,
+    SERVICE_ACCOUNT,
     Kind,
 )
 from bidikv_operator.names import DECODE, ENGINE_ROLES, PREFILL, Role
@@ -262,9 +262,9 @@ class World:
 
     def take_name(self) -> None:
         """Somebody else's objects: of a name that is ours, with our label, or both."""
-        kind, name = self.rng.choice(
-            [(SERVICE, self.key.name), (CONFIG_MAP, f"{self.key.name}-router"), (SECRET, f"{self.key.name}-peer-token")]
-        )
+        own = self.key.name
+        names_of_ours = [(SERVICE, own), (SERVICE_ACCOUNT, f"{own}-router"), (SECRET, f"{own}-peer-token")]
+        kind, name = self.rng.choice(names_of_ours)
         if self.server.find(kind, name) is not None:
             return
         owner = {"apiVersion": "v1", "kind": "Other", "name": "x", "uid": self.base["metadata"]["uid"]}

@@ -15,6 +15,9 @@ Object = dict[str, Any]
 EFA = {"type": "EFA", "instanceType": "p5en.48xlarge"}
 
 
+ROUTER_WITH_CONFIG = {"name": "router", "env": [{"name": "BIDIKV_ROUTER_CONFIG", "value": "{}"}]}
+
+
 def problems_of(resource: Object) -> dict[str, str]:
     checked = validate(resource, runtime_image=RUNTIME_IMAGE)
     if isinstance(checked, Resolved):
@@ -164,6 +167,11 @@ REFUSED: dict[str, tuple[Object, str, str]] = {
         {"router": {"podTemplate": {"spec": {"containers": {"name": "x"}}}}},
         "spec.router.podTemplate.spec.containers",
         "list of objects with a name",
+    ),
+    "the router's configuration": (
+        {"router": {"podTemplate": {"spec": {"containers": [ROUTER_WITH_CONFIG]}}}},
+        "spec.router.podTemplate.spec.containers[router].env",
+        "BIDIKV_ROUTER_CONFIG is set by the operator; remove it",
     ),
     "a container twice": (
         {"router": {"podTemplate": {"spec": {"containers": [{"name": "x"}, {"name": "x"}]}}}},

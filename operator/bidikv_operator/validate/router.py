@@ -10,6 +10,7 @@ from bidikv_operator.validate.labels import check_label_keys, check_owned_keys
 from bidikv_operator.validate.pods import resolve_resources, resolve_scheduling
 from bidikv_operator.validate.podtemplate import check_pod_template
 from bidikv_operator.validate.problem import Problem, Problems
+from bidikv_runtime import contract
 
 DEFAULT_REPLICAS: Final = 2
 DEFAULT_LOCAL_LIMIT_TOKENS: Final = 512
@@ -25,6 +26,7 @@ LIMIT_FLAGS: Final = {
     "decode_silence_seconds": "decode-idle-seconds",
 }
 """Field of ``RouterLimits`` -> flag of the router (its ``limits.py``), without ``--``."""
+OWNED_ENV: Final = (contract.ENV_ROUTER_CONFIG, contract.ENV_TOKEN_FILE)
 BUFFERED_BYTES: Final = 512 * 1024 * 1024
 """The router's own default of ``max-buffered-bytes``."""
 
@@ -32,7 +34,7 @@ BUFFERED_BYTES: Final = 512 * 1024 * 1024
 def resolve_router(given: RouterSpec) -> tuple[resolved.ResolvedRouter, Problems]:
     field = "spec.router"
     template = given.pod_template or {}
-    problems = check_pod_template(f"{field}.podTemplate", template, names.ROUTER_CONTAINER, owned_env=())
+    problems = check_pod_template(f"{field}.podTemplate", template, names.ROUTER_CONTAINER, owned_env=OWNED_ENV)
     scheduling, found = resolve_scheduling(f"{field}.scheduling", given.scheduling)
     problems += found
     limits, found = _resolve_limits(f"{field}.limits", given.limits or RouterLimits())

@@ -1,6 +1,6 @@
-"""Run the router: ``bidikv-router --config /etc/bidikv/router.json``.
+"""Run the router: ``bidikv-router``, configured by the variable BIDIKV_ROUTER_CONFIG or a file (``--config``).
 
-Without a cluster, ``--static-prefill`` and ``--static-decode`` name the engines and the configuration file is optional.
+Without a cluster, ``--static-prefill`` and ``--static-decode`` name the engines and a configuration is optional.
 
 On SIGTERM the router becomes unready, goes on accepting while Endpoints catch up, finishes its running requests and
 exits with status 0. The pod's ``terminationGracePeriodSeconds`` must exceed ``--drain-delay-seconds`` +
@@ -22,9 +22,9 @@ from pathlib import Path
 
 import uvloop
 
-from bidikv_runtime.contract import ROUTER_CONFIG_DIR, ROUTER_CONFIG_FILE, ROUTER_PORT, RouterConfig
+from bidikv_runtime.contract import ENV_ROUTER_CONFIG, ROUTER_PORT, RouterConfig
 from bidikv_runtime.router.choice.endpoints import Pools, parse_static
-from bidikv_runtime.router.config import add_config_arguments, load_config, override_config
+from bidikv_runtime.router.config import add_config_arguments, choose_config, override_config
 from bidikv_runtime.router.control.discovery import ApiServer, EndpointWatch
 from bidikv_runtime.router.control.token_file import TokenFile
 from bidikv_runtime.router.limits import Limits, add_limit_arguments, build_limits
@@ -91,14 +91,14 @@ async def run(settings: Settings) -> int:
 
 
 def parse_settings(arguments: Sequence[str] | None) -> Settings:
-    """Read the command line and the configuration file.
+    """Read the command line and the configuration.
 
     Raises:
         ValueError: something is missing or wrong; the text is one sentence.
         SystemExit: argparse's usage errors.
     """
     parser = argparse.ArgumentParser(prog="bidikv-router", description="Routes turns to prefill and decode engines.")
-    parser.add_argument("--config", type=Path, help=f"default: {ROUTER_CONFIG_DIR}/{ROUTER_CONFIG_FILE}")
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"JSON; default: what {ENV_ROUTER_CONFIG} holds")
     parser.add_argument("--host", default="0.0.0.0", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=ROUTER_PORT, help="default: %(default)s")
     parser.add_argument(
@@ -114,11 +114,7 @@ def parse_settings(arguments: Sequence[str] | None) -> Settings:
     logging.basicConfig(level=given.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     is_static = given.static_prefill is not None or given.static_decode is not None
-    if given.config is None and is_static:
-        config = RouterConfig(namespace="", prefill_service="", decode_service="", served_model_name="")
-    else:
-        config = load_config(given.config or Path(ROUTER_CONFIG_DIR) / ROUTER_CONFIG_FILE)
-    config = override_config(config, given)
+    config = override_config(choose_config(given.config, os.environ, is_static=is_static), given)
     static = None
     if is_static:
         static = Pools(

@@ -1,15 +1,15 @@
-"""Load the mounted configuration file, and let flags override it.
+"""Load the configuration from its variable or a file, and let flags override it.
 
-It is read once: the operator rolls the pods when it changes. What is no name or port of the cluster is also a flag, so
-that a router with static engines can use everything. Every error is one sentence that names where the value came from,
-the field, and what to give instead.
+It is read once: the operator writes it into the pods, which roll when it changes. What is no name or port of the
+cluster is also a flag, so that a router with static engines can use everything. Every error is one sentence that names
+where the value came from, the field, and what to give instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_args, get_type_hints
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bidikv_runtime.contract import RouterConfig
+from bidikv_runtime.contract import ENV_ROUTER_CONFIG, RouterConfig
 
 SUPPORTED_VERSION: Final = 1
 
@@ -46,6 +46,21 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the text is one sentence."""
 
 
+def choose_config(path: Path | None, environment: Mapping[str, str], *, is_static: bool) -> RouterConfig:
+    """That of ``path``, else of the variable, else the defaults, which do for static engines only.
+
+    Raises:
+        ConfigError: as :func:`load_config`, or nothing says what the cluster's things are called.
+    """
+    if path is not None:
+        return load_config(path)
+    if text := environment.get(ENV_ROUTER_CONFIG):
+        return parse_config(text.encode(), ENV_ROUTER_CONFIG)
+    if is_static:
+        return RouterConfig(namespace="", prefill_service="", decode_service="", served_model_name="")
+    raise ConfigError(f"there is no configuration; set {ENV_ROUTER_CONFIG}, give --config, or name static engines.")
+
+
 def load_config(path: Path) -> RouterConfig:
     """Read and check ``path``.
 
@@ -55,7 +70,7 @@ def load_config(path: Path) -> RouterConfig:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); mount the ConfigMap there.") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give another path with --config.") from error
     return parse_config(text, str(path))
 
 

@@ -1,4 +1,4 @@
-"""The configuration file and the command line: what is accepted, and the sentence for what is not."""
+"""The configuration, its variable or file, and the command line: what is accepted, and the sentence for what is not."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bidikv_runtime.contract import RouterConfig
+from bidikv_runtime.contract import ENV_ROUTER_CONFIG, RouterConfig
 from bidikv_runtime.router.__main__ import main, parse_settings
-from bidikv_runtime.router.config import ConfigError, load_config, parse_config
+from bidikv_runtime.router.config import ConfigError, choose_config, load_config, parse_config
 
 CONFIG = RouterConfig(namespace="ns", prefill_service="p", decode_service="d", served_model_name="m")
 
@@ -52,6 +52,20 @@ def test_wrong_configurations(text: str, sentence: str) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"/nowhere/router\.json: cannot be read"):
         load_config(Path("/nowhere/router.json"))
+
+
+def test_where_the_configuration_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "router.json"
+    path.write_text(replace(CONFIG, source_count=7).to_json())
+    environment = {ENV_ROUTER_CONFIG: CONFIG.to_json()}
+    assert choose_config(None, environment, is_static=False) == CONFIG
+    assert choose_config(None, environment, is_static=True) == CONFIG
+    assert choose_config(path, environment, is_static=False).source_count == 7
+    assert choose_config(None, {}, is_static=True).namespace == ""
+    with pytest.raises(ConfigError, match="there is no configuration; set BIDIKV_ROUTER_CONFIG"):
+        choose_config(None, {}, is_static=False)
+    with pytest.raises(ConfigError, match=r"BIDIKV_ROUTER_CONFIG: .*truncated"):
+        choose_config(None, {ENV_ROUTER_CONFIG: "{"}, is_static=False)
 
 
 def test_static_engines_need_no_file() -> None:
@@ -124,6 +138,7 @@ def test_what_names_nothing_of_the_cluster_is_a_flag(capsys: pytest.CaptureFixtu
         (["--static-prefill", "a", "--static-decode", "b:1"], "the static engine 'a' is not host:port"),
         (["--static-prefill", "a:1", "--static-decode", "b:1", "--max-in-flight", "-1"], "--max-in-flight is -1"),
         (["--config", "/nowhere/router.json"], "/nowhere/router.json: cannot be read"),
+        ([], "there is no configuration; set BIDIKV_ROUTER_CONFIG, give --config, or name static engines"),
     ],
 )
 def test_usage_errors_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,15 +1,16 @@
-"""The router's configuration file, in a ConfigMap."""
+"""What the router is told, in a variable of its pod: so that what a pod runs with is what its template says."""
 
 from __future__ import annotations
 
-import hashlib
+from typing import Final
 
 from bidikv_operator import names
-from bidikv_operator.build.meta import Manifest, build_object, config_name, role_name
-from bidikv_operator.build.router_pod import TLS_DIR
-from bidikv_operator.kinds import CONFIG_MAP
+from bidikv_operator.build.meta import role_name
 from bidikv_operator.resolved import Resolved
 from bidikv_runtime import contract
+
+TLS_DIR: Final = "/etc/bidikv-tls"
+"""Where the Secret of type ``kubernetes.io/tls`` is mounted."""
 
 
 def build_router_config(resolved: Resolved) -> contract.RouterConfig:
@@ -39,14 +40,3 @@ def build_router_config(resolved: Resolved) -> contract.RouterConfig:
 def _seconds(milliseconds: int | None) -> float:
     """0 is the router's word for no objective."""
     return 0.0 if milliseconds is None else milliseconds / 1000
-
-
-def build_router_configmap(resolved: Resolved) -> Manifest:
-    configmap = build_object(CONFIG_MAP, resolved, config_name(resolved), names.ROUTER)
-    configmap["data"] = {contract.ROUTER_CONFIG_FILE: build_router_config(resolved).to_json()}
-    return configmap
-
-
-def compute_config_hash(resolved: Resolved) -> str:
-    """16 hex digits of the file's SHA-256."""
-    return hashlib.sha256(build_router_config(resolved).to_json().encode()).hexdigest()[:16]
