@@ -19,12 +19,12 @@ PATH = re.compile(r"`([\w./*-]+)`")
 
 
 def paths_in_tables(readme: Path) -> list[str]:
-    """What looks like a path in the last column of a README's tables "to change X, edit Y"."""
+    """What looks like a path in the last column of a README's tables "to change X, edit Y" and of its promises."""
     found: list[str] = []
     in_map = False
     for line in readme.read_text().splitlines():
         row = ROW.match(line)
-        in_map = row is not None and (in_map or line.startswith("| To change"))
+        in_map = row is not None and (in_map or line.startswith(("| To change", "| Promise")))
         if row and in_map:
             found += [p for p in PATH.findall(row["where"]) if "/" in p or p.endswith((".py", ".yaml", ".json", ".go"))]
     return found
