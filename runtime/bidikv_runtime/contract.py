@@ -262,7 +262,7 @@ BACKENDS: Final[dict[str, str]] = {"EFA": "LIBFABRIC", "TCP": "UCX"}
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The mounted configuration file of the router; written by the operator, read by the router."""
+    """The configuration of the router; written by the operator, read by the router."""
 
     namespace: str
     prefill_service: str

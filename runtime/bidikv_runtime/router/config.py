@@ -97,7 +97,7 @@ def parse_config(text: bytes, origin: str) -> RouterConfig:
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag per field in question (``--local-limit-tokens`` and so on); none has a default of its own."""
-    group = parser.add_argument_group("configuration", "override the configuration file")
+    group = parser.add_argument_group("configuration", "override the variable or file")
     kinds, defaults = get_type_hints(RouterConfig), {item.name: item.default for item in fields(RouterConfig)}
     for name, meaning in _FLAGS.items():
         kind = kinds[name]
