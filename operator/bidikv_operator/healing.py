@@ -30,6 +30,7 @@ from bidikv_operator.kinds import POD, Kind
 from bidikv_operator.names import Role
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.state import EngineFacts, Observed
+from bidikv_operator.status.pods import read_readiness
 from bidikv_runtime.contract import REACH_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -191,10 +192,7 @@ def _is_being_replaced(
 
 
 def _is_ready(pod: Mapping[str, Any]) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or []
-    return not pod["metadata"].get("deletionTimestamp") and any(
-        condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions
-    )
+    return not pod["metadata"].get("deletionTimestamp") and read_readiness(pod).is_ready
 
 
 def _find_records(

@@ -73,6 +73,23 @@ SEVERITY: Final = (
 """From what a user must repair to what may pass by itself; the first that some pod has is told."""
 
 
+@dataclass(frozen=True)
+class Readiness:
+    """A pod's condition Ready."""
+
+    is_ready: bool = False
+    since: str = ""
+    """When it became so, in the words of the API, whose times compare as text; empty when that is not told."""
+
+
+def read_readiness(pod: Object) -> Readiness:
+    """Not ready when nothing is told. A pod that is being deleted may be ready still."""
+    for condition in (pod.get("status") or {}).get("conditions") or []:
+        if condition["type"] == "Ready":
+            return Readiness(condition["status"] == "True", condition.get("lastTransitionTime") or "")
+    return Readiness()
+
+
 def find_trouble(pods: Iterable[Object], needs: Needs | None = None) -> Trouble | None:
     """The worst trouble among the pods that are not ready.
 
@@ -96,10 +113,11 @@ def diagnose_pod(pod: Object, needs: Needs, *, leaving: int = 0) -> Trouble | No
     """
     if pod["metadata"].get("deletionTimestamp"):
         return None
+    readiness = read_readiness(pod)
+    if readiness.is_ready:
+        return None
     status = pod.get("status") or {}
     conditions = _by_type(status)
-    if conditions.get("Ready", {}).get("status") == "True":
-        return None
     if status.get("phase") == "Failed":
         return _diagnose_failed(status, conditions)
     scheduled = conditions.get("PodScheduled", {})
@@ -112,11 +130,11 @@ def diagnose_pod(pod: Object, needs: Needs, *, leaving: int = 0) -> Trouble | No
         return Trouble(names.REASON_UNSCHEDULABLE, explain_unschedulable(message, needs))
     name = pod["metadata"]["name"]
     for state in status.get("initContainerStatuses") or ():
-        trouble = _diagnose_container(state, name, conditions)
+        trouble = _diagnose_container(state, name, readiness)
         if trouble is not None:
             return trouble
     for state in status.get("containerStatuses") or ():
-        trouble = _diagnose_container(state, name, conditions)
+        trouble = _diagnose_container(state, name, readiness)
         if trouble is not None:
             return trouble
     return None
@@ -126,18 +144,16 @@ def describe_stages(pods: Iterable[Object]) -> str:
     """What pods that are neither ready nor in trouble are doing, as ``2 load the model, 1 is not scheduled``."""
     stages: Counter[tuple[str, str]] = Counter()
     for pod in pods:
-        conditions = _by_type(pod.get("status") or {})
-        if conditions.get("Ready", {}).get("status") == "True":
-            continue
-        stages[_choose_stage(pod, conditions)] += 1
+        if not read_readiness(pod).is_ready:
+            stages[_choose_stage(pod)] += 1
     return ", ".join(f"{count} {one if count == 1 else many}" for (one, many), count in sorted(stages.items()))
 
 
-def _choose_stage(pod: Object, conditions: Mapping[str, Object]) -> tuple[str, str]:
+def _choose_stage(pod: Object) -> tuple[str, str]:
     status = pod.get("status") or {}
     if pod["metadata"].get("deletionTimestamp"):
         return ("is stopping", "are stopping")
-    if conditions.get("PodScheduled", {}).get("status") != "True":
+    if _by_type(status).get("PodScheduled", {}).get("status") != "True":
         return ("is not scheduled yet", "are not scheduled yet")
     if any("running" in (state.get("state") or {}) for state in status.get("containerStatuses") or ()):
         return ("has not answered its probes yet", "have not answered their probes yet")
@@ -160,7 +176,7 @@ def _diagnose_failed(status: Object, conditions: Mapping[str, Object]) -> Troubl
     )
 
 
-def _diagnose_container(container: Object, pod_name: str, conditions: Mapping[str, Object]) -> Trouble | None:
+def _diagnose_container(container: Object, pod_name: str, readiness: Readiness) -> Trouble | None:
     name = container["name"]
     state = container.get("state") or {}
     waiting = state.get("waiting") or {}
@@ -177,7 +193,7 @@ def _diagnose_container(container: Object, pod_name: str, conditions: Mapping[st
         return None
     if ended and (ended.get("exitCode") != 0 or container.get("restartCount", 0) >= CLEAN_ENDS):
         return _explain_end(name, ended)
-    if container.get("started") and _lost_readiness(conditions, state):
+    if container.get("started") and _lost_readiness(readiness, state):
         return Trouble(
             names.REASON_NOT_ANSWERING,
             f"container {name} was ready and no longer answers its readiness probe; it is restarted if that goes on",
@@ -185,15 +201,14 @@ def _diagnose_container(container: Object, pod_name: str, conditions: Mapping[st
     return None
 
 
-def _lost_readiness(conditions: Mapping[str, Object], state: Object) -> bool:
+def _lost_readiness(readiness: Readiness, state: Object) -> bool:
     """Whether the pod was ready in this life of its container: Ready changed after the container's start.
 
     Before a pod is ready for the first time, Ready has been False since the pod's creation; a restart makes it False
-    before the container starts again. Times of the API compare as text.
+    before the container starts again.
     """
-    since = conditions.get("Ready", {}).get("lastTransitionTime") or ""
     started = (state.get("running") or {}).get("startedAt") or ""
-    return bool(started and since > started)
+    return bool(started and readiness.since > started)
 
 
 def _explain_pull(container: Object, waiting: Object) -> Trouble:

@@ -18,7 +18,7 @@ from bidikv_operator.resolved import ResolvedUpdates
 from bidikv_operator.rollout.plan import EngineSet, Rollout, compute_target
 from bidikv_operator.state import Applied, Observed
 from bidikv_operator.status.conditions import Condition
-from bidikv_operator.status.pods import NAMED_POD, Trouble, describe_stages, find_trouble
+from bidikv_operator.status.pods import NAMED_POD, Trouble, describe_stages, find_trouble, read_readiness
 from bidikv_operator.status.scheduling import compute_needs
 
 Object = Mapping[str, Any]
@@ -140,25 +140,11 @@ def view_router(observed: Observed, applied: Applied, engines: Collection[RoleVi
 def _has_failed_with_engines(observed: Observed, routers: list[dict[str, Any]]) -> bool:
     """Whether some router ceased to be ready after engines of both roles were.
 
-    Else it ceased for want of engines, and has not been probed again since they came. Times of the API compare as text.
+    Else it ceased for want of engines, and has not been probed again since they came.
     """
-    since = [
-        min((at for pod in _pods_of(observed, role) if (at := _changed_at(pod, "True"))), default="")
-        for role in names.ENGINE_ROLES
-    ]
-    return any(at > max(since) for pod in routers if (at := _changed_at(pod, "False")))
-
-
-def _changed_at(pod: Object, status: str) -> str:
-    """When the pod's Ready became ``status``; empty when it is not."""
-    return next(
-        (
-            condition.get("lastTransitionTime") or ""
-            for condition in (pod.get("status") or {}).get("conditions") or []
-            if condition["type"] == "Ready" and condition["status"] == status
-        ),
-        "",
-    )
+    engines = [[read_readiness(pod) for pod in _pods_of(observed, role)] for role in names.ENGINE_ROLES]
+    came = max(min((one.since for one in found if one.is_ready and one.since), default="") for found in engines)
+    return any(one.since > came for one in map(read_readiness, routers) if not one.is_ready)
 
 
 def compute_role_condition(view: RoleView) -> Condition:

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from bidikv_operator import names
-from bidikv_operator.status.pods import SEVERITY, Trouble, describe_stages, diagnose_pod, find_trouble
+from bidikv_operator.status.pods import (
+    SEVERITY,
+    Readiness,
+    Trouble,
+    describe_stages,
+    diagnose_pod,
+    find_trouble,
+    read_readiness,
+)
 from bidikv_operator.status.scheduling import Needs, compute_needs, explain_unschedulable
 
 Object = dict[str, Any]
@@ -168,6 +176,24 @@ def test_why_an_image_cannot_be_pulled(message: str, reason: str, words: str) ->
     assert trouble.reason == reason
     assert words in trouble.message
     assert "10.0.0.10" not in trouble.message
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ({}, Readiness(False, "")),
+        ({"conditions": None}, Readiness(False, "")),
+        ({"conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": "x"}]}, Readiness(False, "")),
+        ({"conditions": [{"type": "Ready", "status": "True"}]}, Readiness(True, "")),
+        ({"conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "x"}]}, Readiness(True, "x")),
+        ({"conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": "x"}]}, Readiness(False, "x")),
+        # its node does not answer
+        ({"conditions": [{"type": "Ready", "status": "Unknown", "lastTransitionTime": "x"}]}, Readiness(False, "x")),
+    ],
+)
+def test_readiness(status: Object, expected: Readiness) -> None:
+    assert read_readiness({"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}, "status": status}) == expected
+    assert read_readiness({"metadata": {}}) == Readiness()
 
 
 def test_readiness_that_was_lost_is_told_and_the_first_wait_for_it_is_not() -> None:
