@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bidikv_runtime.router.choice.costs import Overheads, TokensPerByte
-from bidikv_runtime.router.choice.engine import Holding
+from bidikv_runtime.router.choice.holdings import Holding
 from bidikv_runtime.router.choice.path import Decision, Estimate, Situation, TurnFacts, choose_path, estimate_turn
 from bidikv_runtime.tests.choice_rig import FleetRig, decode, held, prefill, sessions
 

@@ -13,7 +13,9 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from bidikv_runtime.router.choice.engine import Engine, Holding, Tier
+from bidikv_runtime.router.choice.endpoints import is_ready
+from bidikv_runtime.router.choice.engine import Engine, Tier
+from bidikv_runtime.router.choice.holdings import Holding
 from bidikv_runtime.router.choice.ranking import Ranked
 
 LOAD_BOUND: Final = 1.25
@@ -46,6 +48,22 @@ def compute_tier(engine: Engine, ready_prefill: Sequence[Engine]) -> Tier:
                 return 0
             tier = 1
     return tier
+
+
+def choose_candidates(engines: Sequence[Engine]) -> list[Engine]:
+    """The best that there are: with prefill before without, well before unwell, staying before leaving."""
+    served = [engine for engine in engines if engine.tier <= 1]
+    alone = [engine for engine in engines if engine.tier == 2]
+    groups = (
+        [e for e in served if is_ready(e.endpoint) and e.breaker.state == "closed"],
+        [e for e in served if e.breaker.state == "closed"],
+        [e for e in served if is_ready(e.endpoint)],
+        served,
+        [e for e in alone if is_ready(e.endpoint) and e.breaker.state == "closed"],
+        [e for e in alone if is_ready(e.endpoint)],
+        alone,
+    )
+    return next((group for group in groups if group), [])
 
 
 def order_decode(

@@ -8,12 +8,14 @@ and ended since, but at least what it began since. Without reports only this rep
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from bidikv_runtime.contract import MAXIMUM_REPORTED_SESSIONS, EngineReport, SessionReport
 from bidikv_runtime.router.choice.breaker import Breaker
-from bidikv_runtime.router.choice.endpoints import Endpoint, Role
+from bidikv_runtime.router.choice.endpoints import Endpoint, Role, is_ready
+from bidikv_runtime.router.observe.engine_view import EngineView
 
 _MOST_SESSIONS: Final = 2 * MAXIMUM_REPORTED_SESSIONS
 """Known per engine; the ones reported longest ago are forgotten."""
@@ -28,17 +30,6 @@ _SHARE: Final = 0.1
 Tier = Literal[0, 1, 2, 3]
 """Of a decode engine, the lower the better: prefill of its compatibility in its zone (0), elsewhere (1), none (2); not
 ready (3)."""
-
-
-class Holding(NamedTuple):
-    """What an engine holds of a session, and of which turn; tokens."""
-
-    engine: Engine
-    prompt_tokens: int
-    """Of the session's last known turn there."""
-    held_tokens: int
-    """From the front, the answer included."""
-    body_bytes: int
 
 
 @dataclass(slots=True)
@@ -181,6 +172,24 @@ class Engine:
         self.load += change
         if self.candidate:
             self.totals.load += change
+
+    def describe(self, now: float) -> EngineView:
+        """The engine at this moment."""
+        endpoint = self.endpoint
+        return EngineView(
+            role=self.role,
+            address=endpoint.address,
+            name=endpoint.name,
+            zone=endpoint.zone,
+            state="ready" if is_ready(endpoint) else "terminating" if endpoint.terminating else "unready",
+            breaker=self.breaker.state,
+            load=self.load,
+            queued_tokens=self.queued_tokens,
+            prefill_tokens_per_second=self.speed,
+            report_age=math.inf if self.report is None else now - self.reported_at,
+            compatibility=self.compatibility,
+            sessions=len(self.held),
+        )
 
 
 class Work:

@@ -17,10 +17,11 @@ from typing import Final
 from bidikv_runtime.contract import EngineReport, RouterConfig
 from bidikv_runtime.router.choice.breaker import Breaker, BreakerLimits, Failure
 from bidikv_runtime.router.choice.costs import Overheads, TokensPerByte
-from bidikv_runtime.router.choice.decode import compute_capacity, compute_tier, order_decode
+from bidikv_runtime.router.choice.decode import choose_candidates, compute_capacity, compute_tier, order_decode
 from bidikv_runtime.router.choice.endpoints import Endpoint, Pools, Role, is_ready
-from bidikv_runtime.router.choice.engine import Engine, Holding, Totals, Work
-from bidikv_runtime.router.choice.memory import Memory, Noted
+from bidikv_runtime.router.choice.engine import Engine, Totals, Work
+from bidikv_runtime.router.choice.holdings import Holding, Holdings
+from bidikv_runtime.router.choice.memory import Memory
 from bidikv_runtime.router.choice.path import (
     Decision,
     Situation,
@@ -38,10 +39,6 @@ logger = logging.getLogger(__name__)
 
 _EXPLORE_EVERY: Final = 32
 """Of the turns for which decode alone seems slower, one goes there all the same."""
-_MEMORY_SECONDS: Final = 60.0
-"""How long an engine that does not report is believed to hold what it served."""
-_REPORT_SLACK: Final = 0.1
-"""Seconds that a report may take to arrive: it does not know a turn that ended meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +98,8 @@ class Fleet:
         self._decode_rankings = Rankings()
         self._prefill_rankings: dict[str, Rankings] = {}
         """By compatibility of the decode engine: of the prefill engines for it."""
-        self._last_holdings: tuple[bytes, list[Holding]] | None = None
-        """The last session asked for: path and sources ask right after decode."""
         self._memory = Memory(limits.max_sessions_remembered)
+        self._holdings = Holdings(clock, self._memory)
         self._tokens_per_byte = TokensPerByte()
         self._local_overheads = Overheads()
         self._prefill_overheads = Overheads()
@@ -141,7 +137,7 @@ class Fleet:
         self._ready_prefill = [self._prefill[endpoint.address] for endpoint in pools.ready_prefill]
         self._leaving_prefill = [self._prefill[e.address] for e in pools.serving_prefill if not is_ready(e)]
         self._decode_rankings = Rankings([self._decode[endpoint.address] for endpoint in pools.serving_decode])
-        self._last_holdings = None
+        self._holdings.forget()
         present = {*self._prefill.values(), *self._decode.values()}
         self._unwell &= present
         self._warming = {engine for engine in self._decode.values() if engine.warm_from is not None}
@@ -167,7 +163,7 @@ class Fleet:
         now = self.now()
         is_first = endpoint_address in self._unreported
         self._unreported.discard(endpoint_address)
-        self._last_holdings = None
+        self._holdings.forget()
         for engine in self._find(endpoint_address):
             before = engine.compatibility
             engine.take_report(report, now)
@@ -238,18 +234,7 @@ class Fleet:
         if not any(engine.tier <= 1 for engine in ready):
             for engine in self._decode_rankings.engines:
                 engine.tier = compute_tier(engine, (*self._ready_prefill, *self._leaving_prefill))
-        served = [engine for engine in engines if engine.tier <= 1]
-        alone = [engine for engine in engines if engine.tier == 2]
-        groups = (
-            [e for e in served if is_ready(e.endpoint) and e.breaker.state == "closed"],
-            [e for e in served if e.breaker.state == "closed"],
-            [e for e in served if is_ready(e.endpoint)],
-            served,
-            [e for e in alone if is_ready(e.endpoint) and e.breaker.state == "closed"],
-            [e for e in alone if is_ready(e.endpoint)],
-            alone,
-        )
-        chosen = next((group for group in groups if group), [])
+        chosen = choose_candidates(engines)
         for engine in engines:
             engine.candidate = False
         for engine in chosen:
@@ -361,38 +346,7 @@ class Fleet:
         return found
 
     def _find_holdings(self, session: bytes) -> list[Holding]:
-        """What engines hold of ``session``, by their reports and this replica's own memory."""
-        if self._last_holdings is not None and self._last_holdings[0] == session:
-            return self._last_holdings[1]
-        name = session.hex()
-        holdings = []
-        for engine in self._decode_rankings.engines:
-            held = engine.held.get(name)
-            if held is not None:
-                holdings.append(Holding(engine, held.prompt_tokens, held.held_tokens, held.body_bytes))
-        noted = self._memory.get(session)
-        if noted is not None:
-            holdings = self._add_noted(holdings, noted)
-        self._last_holdings = session, holdings
-        return holdings
-
-    def _add_noted(self, holdings: list[Holding], noted: Noted) -> list[Holding]:
-        """With a turn that this replica served, unless the engine's report knows better."""
-        engine = self._decode.get(noted.decode)
-        if engine is None or not engine.endpoint.serving:
-            return holdings
-        if engine.report is None:
-            if self.now() - noted.ended_at > _MEMORY_SECONDS:
-                return holdings
-        elif noted.ended_at < engine.reported_at - _REPORT_SLACK:
-            return holdings
-        others = []
-        for holding in holdings:
-            if holding.engine is not engine:
-                others.append(holding)
-            elif holding.body_bytes == noted.body_bytes:
-                return holdings  # of the same turn, with the answer's tokens
-        return [*others, Holding(engine, noted.prompt_tokens, noted.prompt_tokens, noted.body_bytes)]
+        return self._holdings.find(session, self._decode_rankings.engines, self._decode)
 
     def _warm_up(self, now: float) -> float:
         """How much of the candidates is still to come, in engines."""
@@ -502,31 +456,11 @@ class Fleet:
             last = next((h for h in holdings if h.engine.endpoint.address == decode.address), None)
             prompt_tokens = estimate_turn(last, body_bytes, self._tokens_per_byte.estimate(body_bytes)).prompt_tokens
         self._memory.note_turn(session, decode.address, body_bytes, prompt_tokens, self.now())
-        self._last_holdings = None
+        self._holdings.forget()
 
     # --- what others see ---
 
     def describe(self) -> list[EngineView]:
         """Every known engine at this moment."""
         now = self.now()
-        return [
-            EngineView(
-                role=engine.role,
-                address=engine.endpoint.address,
-                name=engine.endpoint.name,
-                zone=engine.endpoint.zone,
-                state="ready"
-                if is_ready(engine.endpoint)
-                else "terminating"
-                if engine.endpoint.terminating
-                else "unready",
-                breaker=engine.breaker.state,
-                load=engine.load,
-                queued_tokens=engine.queued_tokens,
-                prefill_tokens_per_second=engine.speed,
-                report_age=math.inf if engine.report is None else now - engine.reported_at,
-                compatibility=engine.compatibility,
-                sessions=len(engine.held),
-            )
-            for engine in (*self._prefill.values(), *self._decode.values())
-        ]
+        return [engine.describe(now) for engine in (*self._prefill.values(), *self._decode.values())]

@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from bidikv_runtime.router.choice.engine import Holding
+from bidikv_runtime.router.choice.holdings import Holding
 from bidikv_runtime.router.observe.record import Path
 
 Reason = Literal[

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bidikv_runtime.router.choice.engine import Engine, Holding
+from bidikv_runtime.router.choice.engine import Engine
+from bidikv_runtime.router.choice.holdings import Holding
 from bidikv_runtime.router.choice.ranking import Ranked
 
 
