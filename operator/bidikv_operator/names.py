@@ -123,6 +123,8 @@ REASON_EVICTED: Final = "PodEvicted"
 REASON_NOT_ANSWERING: Final = "PodNotAnswering"
 REASON_PAUSED: Final = "Paused"
 REASON_ROLLOUT_FAILED: Final = "RolloutFailed"
+REASON_DEPLOYMENT_PAUSED: Final = "DeploymentPaused"
+"""Somebody paused a child (``kubectl rollout pause``), and pods lack their newest template because of that."""
 REASON_KIND_MISSING: Final = "KindNotServed"
 """The cluster lacks an optional kind that the resource asks for (LeaderWorkerSet, PodMonitor)."""
 

@@ -117,6 +117,12 @@ class Reconciler:
             pauses.append(WAITING_SECONDS)
         if any(found.leaving for found in rollout.sets if not found.is_current):
             pauses.append(LEAVING_SECONDS)
+        # Nor does one tell that a deadline has passed.
+        pauses += [
+            (found.late_at - now).total_seconds()
+            for found in rollout.sets
+            if found.late_at is not None and not found.is_late
+        ]
         return RequeueAfter(min(pauses)) if pauses else Done()
 
     async def _post_notes(self, resource: Object, token: TokenOutcome, healing: Healing | None) -> None:

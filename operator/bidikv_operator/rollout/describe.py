@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from bidikv_operator import names
@@ -26,7 +26,8 @@ def describe_rollout(
         wanted = {role: sum(found.replicas for found in sets if found.role == role) for role in names.ENGINE_ROLES}
         return Rollout(sets=sets, wanted=wanted)
     refs = find_current(resolved)
-    sets = read_sets(children, pods, current=refs, now=now)
+    deadline = timedelta(seconds=resolved.updates.progress_deadline_seconds)
+    sets = read_sets(children, pods, current=refs, now=now, deadline=deadline)
     targets = compute_targets(resolved)
     current = [found for found in sets if found.is_current]
     others = [found for found in sets if not found.is_current]

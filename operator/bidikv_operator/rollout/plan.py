@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from bidikv_operator.cache import ChildRef
 from bidikv_operator.names import DECODE, ENGINE_ROLES, PREFILL, Role
@@ -64,11 +65,20 @@ class EngineSet:
     """Its controller has seen the present spec, and all replicas are of the newest template and ready."""
     is_late: bool = False
     """Made no progress within its deadline."""
+    late_at: datetime | None = None
+    """When it is late unless something progresses; None where its controller tells, or nothing has to progress."""
+    is_paused: bool = False
+    """Somebody paused its Deployment: it scales, but a changed template reaches no pod."""
 
     @property
     def is_replaced(self) -> bool:
         """Whether some of its engines are to make room for newer ones."""
         return not self.is_current or not self.is_newest or self.has_outdated
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its being paused keeps its template from pods that should have it."""
+        return self.is_paused and self.is_seen and self.replicas > 0 and (self.has_outdated or not self.updated)
 
     @property
     def rolls_in_place(self) -> bool:

@@ -8,15 +8,17 @@ deleted, and these still hold their accelerators.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef
-from bidikv_operator.kinds import DEPLOYMENT, LEADER_WORKER_SET
+from bidikv_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, LEADER_WORKER_SET
 from bidikv_operator.names import Role
 from bidikv_operator.resolved import Resolved
 from bidikv_operator.rollout.plan import EngineSet
+from bidikv_operator.status.pods import read_readiness
 
 Object = Mapping[str, Any]
 
@@ -41,13 +43,16 @@ def read_sets(
     *,
     current: Mapping[ChildRef, str] | None,
     now: datetime,
+    deadline: timedelta | None = None,
 ) -> tuple[EngineSet, ...]:
     """All sets that exist, current ones first.
 
     Args:
         current: the current set of each role, and the input of its newest template; None: all that exist are.
-        now: to tell pods that no kubelet ends.
+        now: to tell pods that no kubelet ends, and sets that are late.
+        deadline: of progress, for current sets whose own controller has none; None: they are never late.
     """
+    pods = list(pods)
     counted = _count_pods(pods, now)
     found = [
         _read_set(ref, obj, role, counted, current=current)
@@ -56,6 +61,8 @@ def read_sets(
         and (role := names.find_engine_role(obj)) is not None
         and not obj["metadata"].get("deletionTimestamp")
     ]
+    if deadline is not None:
+        found = [_judge_progress(each, children, pods, deadline, now) for each in found]
     order = names.ENGINE_ROLES
     return tuple(sorted(found, key=lambda each: (not each.is_current, order.index(each.role), each.ref.name)))
 
@@ -109,7 +116,41 @@ def _read_set(
             condition["type"] == "Progressing" and condition.get("reason") == "ProgressDeadlineExceeded"
             for condition in status.get("conditions") or []
         ),
+        is_paused=ref.kind == DEPLOYMENT and bool(obj["spec"].get("paused")),
     )
+
+
+def _judge_progress(
+    found: EngineSet, children: Mapping[ChildRef, Object], pods: Iterable[Object], deadline: timedelta, now: datetime
+) -> EngineSet:
+    """The set with its lateness, where that is not for its own controller to tell.
+
+    A LeaderWorkerSet's Progressing is True from the loss of its completeness until it is complete again, however much
+    happens in between. So what counts is the latest of that, of the making of its template, and of a replica's becoming
+    ready. That a pod is made is no progress: those of a replica that crashes are made anew each time.
+    """
+    if found.ref.kind != LEADER_WORKER_SET or not found.is_current or found.is_rolled_out or not found.is_seen:
+        return found
+    obj = children[found.ref]
+    conditions = {one["type"]: one for one in (obj.get("status") or {}).get("conditions") or []}
+    if conditions.get("Progressing", {}).get("status", "True") != "True":
+        return found  # what it was asked for has changed, and its controller has not seen that yet
+    under_way = [one for name in ("Progressing", "UpdateInProgress") if (one := conditions.get(name)) is not None]
+    made = [obj, *(one for ref, one in children.items() if ref.kind == CONTROLLER_REVISION and _is_template(one, obj))]
+    times = [
+        *(one["metadata"].get("creationTimestamp") for one in made),
+        *(one.get("lastTransitionTime") for one in under_way if one["status"] == "True"),
+        *(one.since for one in map(read_readiness, find_pods(pods, found)) if one.is_ready),
+    ]
+    last = max((_parse_time(text) for text in times if text), default=None)
+    if last is None:
+        return found
+    return replace(found, late_at=last + deadline, is_late=now >= last + deadline)
+
+
+def _is_template(revision: Object, obj: Object) -> bool:
+    """Whether a revision holds the template of a set."""
+    return names.find_engine_role(revision) == names.find_engine_role(obj) and find_input(revision) == find_input(obj)
 
 
 def _count_pods(pods: Iterable[Object], now: datetime) -> dict[tuple[Role, str], tuple[int, int]]:

@@ -42,6 +42,10 @@ class RoleView:
     """Pods of an earlier template or group are still there."""
     is_late: bool
     """A set that is to grow has made no progress within its deadline."""
+    paused: tuple[str, ...]
+    """Names of its Deployments that somebody paused."""
+    is_held: bool
+    """A pause keeps the newest template from pods that should have it."""
     trouble: Trouble | None
     stages: str
     """What pods that are not ready and not in trouble are doing; empty when there are none."""
@@ -53,6 +57,20 @@ class RoleView:
     @property
     def counted(self) -> str:
         return f"{self.ready} of {self.wanted} {self.role} {'pod is' if self.wanted == 1 else 'pods are'} ready"
+
+    @property
+    def pause(self) -> str:
+        """What a pause means, with the way out of it; empty when nothing is paused."""
+        return "; ".join(
+            f"Deployment {name} is paused, so its pods keep the template that they have; "
+            f"kubectl rollout resume deployment/{name} lets them follow"
+            for name in self.paused
+        )
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a pause keeps its pods from being made at all."""
+        return self.is_held and not self.stages
 
     @property
     def fault(self) -> Trouble | None:
@@ -91,6 +109,8 @@ def view_engines(
         )
         or any(found.replicas or found.live or found.leaving for found in sets if not found.is_current),
         is_late=any(found.is_late for found in current),
+        paused=tuple(sorted(found.ref.name for found in current if found.is_paused)),
+        is_held=any(found.is_held for found in current),
         trouble=find_trouble(_leave_out_outgoing(pods, sets), compute_needs(pod_spec))
         or _find_creation_trouble(applied, refs),
         stages=describe_stages(pods),
@@ -104,14 +124,15 @@ def view_router(observed: Observed, applied: Applied, engines: Collection[RoleVi
         engines: both engine roles.
         wanted: None: what the Deployment itself says.
     """
-    name = observed.resource["metadata"]["name"]
-    ref = ChildRef(DEPLOYMENT, names.child_name(name, names.ROUTER))
+    name = names.child_name(observed.resource["metadata"]["name"], names.ROUTER)
+    ref = ChildRef(DEPLOYMENT, name)
     deployment = applied.children.get(ref) or {}
     status = deployment.get("status") or {}
     if wanted is None:
         wanted = deployment.get("spec", {}).get("replicas", 1)
     ready, live, updated = (status.get(key, 0) for key in ("readyReplicas", "replicas", "updatedReplicas"))
     is_seen = status.get("observedGeneration", 0) >= deployment.get("metadata", {}).get("generation", 0)
+    is_paused = bool((deployment.get("spec") or {}).get("paused"))
     pods = _pods_of(observed, names.ROUTER)
     needs = compute_needs((deployment.get("spec") or {}).get("template", {}).get("spec", {}))
     trouble, stages = find_trouble(pods, needs), describe_stages(pods)
@@ -132,6 +153,8 @@ def view_router(observed: Observed, applied: Applied, engines: Collection[RoleVi
         is_rolled_out=bool(deployment and is_seen and updated >= wanted and live <= updated and ready >= wanted),
         is_replacing=_is_replacing(deployment),
         is_late=_is_late(status) and has_engines,
+        paused=(name,) if is_paused else (),
+        is_held=bool(is_paused and is_seen and wanted and (_is_replacing(deployment) or not updated)),
         trouble=trouble or _find_creation_trouble(applied, [ref]),
         stages=stages,
     )
@@ -164,8 +187,12 @@ def compute_role_condition(view: RoleView) -> Condition:
     explained = explain_missing(view)
     if view.ready >= view.floor:
         return Condition(name, "True", names.REASON_ENOUGH_READY, f"{view.counted}, enough to serve; {explained}")
-    reason = view.trouble.reason if view.trouble is not None else names.REASON_STARTING
-    if view.is_late and view.trouble is None:
+    reason = names.REASON_STARTING
+    if view.trouble is not None:
+        reason = view.trouble.reason
+    elif view.is_halted:
+        reason = names.REASON_DEPLOYMENT_PAUSED
+    elif view.is_late:
         reason = names.REASON_STALLED
     return Condition(name, "False", reason, f"{view.counted}; {explained}")
 
@@ -174,6 +201,8 @@ def explain_missing(view: RoleView) -> str:
     """Why fewer pods are ready than wanted, without counting them."""
     if view.trouble is not None:
         return view.trouble.message
+    if view.is_halted:
+        return view.pause
     if view.is_late:
         doing = view.stages or "none was created"
         return (

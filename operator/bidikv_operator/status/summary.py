@@ -27,7 +27,7 @@ floor), some prefill and some decode pod are of one group, so that KV can flow b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from bidikv_operator import names
@@ -70,6 +70,15 @@ def compute_progressing(picture: Picture) -> Condition:
     if picture.is_paused:
         message = "nothing is changed while spec.paused is true; remove it to go on"
         return Condition(name, "False", names.REASON_PAUSED, message)
+    course = _compute_course(picture)
+    # Always: a paused Deployment whose pods lack nothing will not follow the next change.
+    paused = [view.pause for view in picture.views.values() if view.pause]
+    return replace(course, message="; ".join((course.message, *paused)))
+
+
+def _compute_course(picture: Picture) -> Condition:
+    """Progressing of a resource that is acted on, without what pauses of its children mean for later changes."""
+    name = names.PROGRESSING
     if picture.applied.failures:
         return Condition(name, "False", *_explain_failures(picture.applied.failures))
     lacking = _find_missing_kind(picture)
@@ -80,6 +89,10 @@ def compute_progressing(picture: Picture) -> Condition:
         return Condition(name, "True", names.REASON_WAITING_FOR_DELETION, message)
     if _has_failed_rollout(picture):
         return Condition(name, "False", names.REASON_ROLLOUT_FAILED, _explain_failed_rollout(picture))
+    held = [role for role, view in picture.views.items() if view.is_held]
+    if held:
+        message = f"the newest template does not reach all {' and '.join(held)} pods"
+        return Condition(name, "False", names.REASON_DEPLOYMENT_PAUSED, message)
     late = [role for role, view in picture.views.items() if view.is_late and not view.is_rolled_out]
     if late:
         listed = " and ".join(late)
@@ -147,6 +160,9 @@ def _iterate_faults(picture: Picture) -> Iterator[tuple[str, str]]:
         yield picture.healing_reason, picture.healing_message
     if _has_failed_rollout(picture):
         yield names.REASON_ROLLOUT_FAILED, _explain_failed_rollout(picture)
+    for view in picture.views.values():
+        if view.is_held and not picture.is_paused:
+            yield names.REASON_DEPLOYMENT_PAUSED, view.pause
     for view in picture.views.values():
         if view.fault is not None:
             yield view.fault.reason, f"{view.counted}; {view.fault.message}"

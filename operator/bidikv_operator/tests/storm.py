@@ -106,8 +106,9 @@ class Server:
             self._version += 1
             metadata["uid"] = f"uid-{self._version}"
             metadata["generation"] = 1
+            metadata["creationTimestamp"] = self.clock.now.isoformat()
         else:
-            for name in ("uid", "generation", "resourceVersion"):
+            for name in ("uid", "generation", "resourceVersion", "creationTimestamp"):
                 metadata[name] = before["metadata"][name]
             if _without(before) != _without(obj):
                 metadata["generation"] += 1
@@ -370,6 +371,8 @@ class Controllers:
         self.server, self.clock, self.rng = server, clock, rng
         self._pods = 0
         self._progress: dict[str, tuple[object, datetime]] = {}
+        self._taken: dict[str, Object] = {}
+        """The template that each set last made pods of: one that is paused goes on with it."""
 
     def step(self) -> None:
         """Something happens somewhere."""
@@ -413,6 +416,9 @@ class Controllers:
                 self.server.remove(kind, obj["metadata"]["name"])
             return
         wanted, template = obj["spec"].get("replicas", 1), str(find_template(obj))
+        uid, is_paused = obj["metadata"]["uid"], obj["spec"].get("paused", False)
+        if not is_paused:
+            self._taken[uid] = find_template(obj)
         live = [pod for pod in self.pods_of(obj) if is_live(pod)]
         new = [pod for pod in live if pod["metadata"]["annotations"][TEMPLATE_LABEL] == template]
         old = [pod for pod in live if pod not in new]
@@ -427,8 +433,12 @@ class Controllers:
         if not old:
             surge = 0
         missing = min(wanted - len(new), wanted + surge - len(new) - len(old))
-        new += [self._make_pod(obj, template) for _ in range(missing)]
-        for pod in sorted(old, key=is_ready):
+        if is_paused:
+            missing = wanted - len(new) - len(old) if uid in self._taken else 0
+        made = [self._make_pod(obj, self._taken[uid]) for _ in range(missing)]
+        new += [pod for pod in made if pod["metadata"]["annotations"][TEMPLATE_LABEL] == template]
+        old += [pod for pod in made if pod not in new]
+        for pod in sorted(old, key=is_ready) if not is_paused else ():
             kept = sum(map(is_ready, new)) + sum(map(is_ready, old)) - is_ready(pod)
             if len(new) + len(old) > lowest and kept >= (lowest if is_ready(pod) else 0):
                 self.server.end_pod(pod["metadata"]["name"])
@@ -443,13 +453,13 @@ class Controllers:
             return sorted(pods, key=lambda pod: (is_ready(pod), cost(pod)))[: max(0, count)]
         return pods[len(pods) - max(0, count) :]
 
-    def _make_pod(self, obj: Object, template: str) -> Object:
+    def _make_pod(self, obj: Object, template: Object) -> Object:
         self._pods += 1
-        labels = {**find_template(obj)["metadata"]["labels"], SET_LABEL: obj["metadata"]["uid"]}
-        metadata = {"name": f"pod-{self._pods}", "labels": labels, "annotations": {TEMPLATE_LABEL: template}}
+        labels = {**template["metadata"]["labels"], SET_LABEL: obj["metadata"]["uid"]}
+        metadata = {"name": f"pod-{self._pods}", "labels": labels, "annotations": {TEMPLATE_LABEL: str(template)}}
         pod = {
             "metadata": metadata,
-            "spec": {"image": find_template(obj)["spec"]["containers"][0]["image"]},
+            "spec": {"image": template["spec"]["containers"][0]["image"]},
             "status": {"phase": "Pending"},
         }
         return self.server.store(POD, pod)
@@ -465,6 +475,10 @@ class Controllers:
             "readyReplicas": sum(map(is_ready, [*new, *old])),
         }
         is_complete = not old and counts["readyReplicas"] == obj["spec"].get("replicas", 1)
+        if kind == LEADER_WORKER_SET:
+            conditions = self._tell_progress(live.get("status", {}), is_complete=is_complete, is_updating=bool(old))
+            self.server.store(kind, {**live, "status": {**counts, "conditions": conditions}})
+            return
         seen, since = self._progress.get(obj["metadata"]["uid"], (None, self.clock.now))
         if seen != (counts, obj["metadata"]["generation"]):
             since = self.clock.now
@@ -473,11 +487,20 @@ class Controllers:
         is_late = not is_complete and self.clock.now - since > deadline
         reason = "ProgressDeadlineExceeded" if is_late else "NewReplicaSetAvailable"
         conditions = [{"type": "Progressing", "status": str(not is_late), "reason": reason}]
-        status = {**counts, "observedGeneration": obj["metadata"]["generation"], "conditions": conditions}
-        if kind == LEADER_WORKER_SET:
-            del status["observedGeneration"]
-        live["status"] = status
+        live["status"] = {**counts, "observedGeneration": obj["metadata"]["generation"], "conditions": conditions}
         self.server.store(kind, live)
+
+    def _tell_progress(self, status: Object, *, is_complete: bool, is_updating: bool) -> list[Object]:
+        """A LeaderWorkerSet's conditions, as those up to release 0.8 have them: without a deadline."""
+        told = {one["type"]: one for one in status.get("conditions", [])}
+        present = ["Available"] if is_complete else ["Progressing", *(["UpdateInProgress"] if is_updating else [])]
+        for name in present:
+            if told.get(name, {}).get("status") != "True":
+                told[name] = {"type": name, "status": "True", "lastTransitionTime": self.clock.now.isoformat()}
+        for name in ("Progressing", "UpdateInProgress") if is_complete else ("Available",):
+            if name in told:
+                told[name] = {**told[name], "status": "False"}
+        return list(told.values())
 
     def collect(self) -> None:
         """The garbage collector: what a deleted owner leaves, and pods of sets that are gone."""
@@ -502,10 +525,15 @@ class Controllers:
             ended = {"terminated": {"exitCode": 1, "message": "ValueError: no"}}
             container = {"name": names.ENGINE_CONTAINER, "ready": False, "state": ended}
             ready = "False"
+        before: Object = next((one for one in pod["status"].get("conditions", []) if one["type"] == "Ready"), {})
+        since = before["lastTransitionTime"] if before.get("status") == ready else self.clock.now.isoformat()
         pod["status"] = {
             "phase": "Running",
             "podIP": f"10.0.{int(name[4:]) // 250}.{int(name[4:]) % 250 + 1}",
-            "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": ready}],
+            "conditions": [
+                {"type": "PodScheduled", "status": "True"},
+                {"type": "Ready", "status": ready, "lastTransitionTime": since},
+            ],
             "containerStatuses": [container],
         }
         self.server.store(POD, pod)

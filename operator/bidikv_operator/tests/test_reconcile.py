@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef, Key, ObjectCache
 from bidikv_operator.engines.facts import FactStore
-from bidikv_operator.kinds import DEPLOYMENT, INFERENCE
+from bidikv_operator.kinds import DEPLOYMENT, INFERENCE, LEADER_WORKER_SET
 from bidikv_operator.kube import InvalidError, TransientError
 from bidikv_operator.reconcile import Reconciler
 from bidikv_operator.tests.samples import RUNTIME_IMAGE, FakeKube, find_set, make_resource, store_resource
@@ -136,6 +137,42 @@ async def test_engines_of_a_predecessor_make_nothing_ready(world: World) -> None
     store_resource(world.kube, successor)
     await world.reconciler.reconcile(KEY)
     assert world.condition("Ready") == ("False", "WaitingForDeletion")
+
+
+async def test_a_leader_worker_set_that_makes_no_progress_is_told_once_at_its_deadline(world: World) -> None:
+    """Nothing in the cluster changes then, so the pass before has to ask for this one."""
+    began = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    now = began
+    world.reconciler.clock = lambda: now
+    prefill = {"replicas": 2, "tensorParallelSize": 2, "nodesPerReplica": 2}
+    resource = make_resource(prefill=prefill, updateStrategy={"progressDeadlineSeconds": 600})
+    store_resource(world.kube, resource)
+    await world.reconciler.reconcile(KEY)
+    world.make_ready()
+    ref = ChildRef(LEADER_WORKER_SET, find_set(resource, names.PREFILL))
+    progressing = {"type": "Progressing", "status": "True", "lastTransitionTime": "2026-01-01T12:00:00Z"}
+    counts = {"replicas": 2, "updatedReplicas": 2, "readyReplicas": 1}
+    world.kube.store(ref.kind, {**world.kube.objects["team", ref], "status": {**counts, "conditions": [progressing]}})
+    now = began + timedelta(seconds=30)
+    assert await world.reconciler.reconcile(KEY) == RequeueAfter(570.0)
+    world.kube.take_writes()
+    now = began + timedelta(seconds=599.5)
+    assert await world.reconciler.reconcile(KEY) == RequeueAfter(0.5)
+    assert world.kube.take_writes() == [], "a status does not tell how much time is left"
+    assert world.condition("Progressing") == ("True", "Starting")
+    now = began + timedelta(seconds=600)
+    assert await world.reconciler.reconcile(KEY) == Done()
+    assert world.condition("Progressing") == ("False", "Stalled")
+    assert world.condition("Degraded") == ("True", "Stalled")
+    world.kube.take_writes()
+    now = began + timedelta(days=1)
+    assert await world.reconciler.reconcile(KEY) == Done()
+    assert world.kube.take_writes() == []
+    conditions = [{**progressing, "status": "False"}]
+    complete = {**counts, "readyReplicas": 2, "conditions": conditions}
+    world.kube.store(ref.kind, {**world.kube.objects["team", ref], "status": complete})
+    assert await world.reconciler.reconcile(KEY) == Done()
+    assert world.condition("Progressing") == ("False", "RolledOut")
 
 
 async def test_events_tell_transitions_once(world: World) -> None:

@@ -356,6 +356,53 @@ async def test_paused_nothing_is_written_but_the_status(world: World) -> None:
     assert world.set_of("decode")["spec"]["replicas"] == 5
 
 
+async def test_a_paused_child_is_told_and_not_written_to(world: World) -> None:
+    def pause(is_paused: bool) -> None:
+        live = world.set_of(PREFILL)
+        generation = live["metadata"]["generation"] + 1
+        world.kube.store(
+            DEPLOYMENT,
+            {
+                **live,
+                "metadata": {**live["metadata"], "generation": generation},
+                "spec": {**live["spec"], "paused": is_paused},
+                "status": {**live["status"], "observedGeneration": generation},
+            },
+        )
+
+    def tell(condition: str) -> tuple[str, str]:
+        return world.condition(condition)["status"], world.condition(condition)["reason"]
+
+    remedy = f"kubectl rollout resume deployment/{find_set(world.resource, PREFILL)} "
+    world.kube.take_writes()
+    pause(True)
+    await world.reconcile()
+    assert {what.split()[0] for _, what in world.kube.take_writes()} == {names.KIND}, "its message, and no Event"
+    assert tell("Progressing") == ("False", "RolledOut")
+    assert remedy in world.condition("Progressing")["message"]
+    await world.reconcile()
+    assert world.kube.take_writes() == []
+
+    world.change(prefill={"replicas": 2, "extraArgs": ["--max-num-seqs", "9"]})
+    await world.reconcile()
+    pause(True)  # this API server forgets what others set; ``storm.py`` has one that does not
+    live = world.set_of(PREFILL)
+    world.kube.store(DEPLOYMENT, {**live, "status": {**live["status"], "updatedReplicas": 0}})
+    await world.reconcile()
+    assert tell("Progressing") == ("False", "DeploymentPaused")
+    assert tell("Degraded") == ("True", "DeploymentPaused")
+    assert tell("Ready") == ("True", "Ready")
+    assert remedy in world.condition("Progressing")["message"]
+    notes = [obj["note"] for (_, ref), obj in world.kube.objects.items() if ref.kind.kind == "Event"]
+    assert sum("DeploymentPaused" in note or remedy in note for note in notes) == 1
+
+    pause(False)
+    await world.settle()
+    assert tell("Progressing") == ("False", "RolledOut")
+    assert tell("Degraded") == ("False", "AsExpected")
+    assert remedy not in world.condition("Progressing")["message"]
+
+
 async def test_a_deleted_set_comes_back_whole(world: World) -> None:
     """Its pods are the garbage collector's; there is nothing to be careful about."""
     before = world.sets()

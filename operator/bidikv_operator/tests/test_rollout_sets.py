@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from bidikv_operator import names
 from bidikv_operator.cache import ChildRef
-from bidikv_operator.kinds import DEPLOYMENT, LEADER_WORKER_SET, Kind
+from bidikv_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, LEADER_WORKER_SET, Kind
 from bidikv_operator.names import DECODE, PREFILL
 from bidikv_operator.rollout.describe import describe_rollout
 from bidikv_operator.rollout.plan import EngineSet
@@ -23,6 +23,7 @@ NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 RESOLVED = resolve(make_resource(prefill={"replicas": 2}, decode={"replicas": 2}))
 GROUP = RESOLVED.identity.group
 ROLLED_OUT = {"observedGeneration": 2, "replicas": 2, "updatedReplicas": 2, "readyReplicas": 2}
+EMPTY = {"observedGeneration": 2}
 
 
 def make_set(
@@ -124,6 +125,124 @@ def test_a_leader_worker_set_need_not_tell_what_it_has_seen() -> None:
     assert read_one(make_set("chat-prefill-x", PREFILL, kind=LEADER_WORKER_SET, status=status)).is_rolled_out
 
 
+@pytest.mark.parametrize(
+    ("paused", "status", "expected"),
+    [
+        (False, {**ROLLED_OUT, "updatedReplicas": 0}, (False, False)),
+        (True, ROLLED_OUT, (True, False)),  # it lacks nothing now
+        (True, {**ROLLED_OUT, "readyReplicas": 0}, (True, False)),  # its pods start as they would without
+        (True, {**ROLLED_OUT, "updatedReplicas": 0}, (True, True)),
+        (True, {**ROLLED_OUT, "replicas": 3}, (True, True)),  # paused in the middle
+        (True, EMPTY, (True, True)),  # before it had made anything
+        (True, {**ROLLED_OUT, "observedGeneration": 1, "updatedReplicas": 0}, (True, False)),
+    ],
+)
+def test_a_pause_holds_what_has_not_reached_the_pods(paused: bool, status: Object, expected: tuple[bool, bool]) -> None:
+    ref, obj = make_current(PREFILL, status=status)
+    found = read_one((ref, {**obj, "spec": {**obj["spec"], "paused": paused}}))
+    assert (found.is_paused, found.is_held) == expected
+
+
+def test_a_pause_of_what_should_be_empty_holds_nothing() -> None:
+    ref, obj = make_current(PREFILL, replicas=0, status=EMPTY)
+    assert not read_one((ref, {**obj, "spec": {**obj["spec"], "paused": True}})).is_held
+
+
+HOUR_AGO, HALF_AN_HOUR_AGO, LONG_AGO = "2026-01-01T11:00:00Z", "2026-01-01T11:30:00Z", "2025-12-01T00:00:00Z"
+DEADLINE = timedelta(minutes=60)
+BEHIND = {"replicas": 2, "updatedReplicas": 2, "readyReplicas": 1}
+
+
+def under_way(since: str, *more: Object, status: str = "True") -> Object:
+    """What a LeaderWorkerSet says while not all of it is ready."""
+    available = {"type": "Available", "status": "False" if status == "True" else "True", "lastTransitionTime": since}
+    progressing = {"type": "Progressing", "status": status, "lastTransitionTime": since}
+    return {**BEHIND, "conditions": [available, progressing, *more]}
+
+
+def ready_since(
+    name: str, since: str, group: str = GROUP, role: names.Role = PREFILL, *, status: str = "True"
+) -> Object:
+    pod = grouped(name, role, group)
+    pod["status"]["conditions"] = [{"type": "Ready", "status": status, "lastTransitionTime": since}]
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("status", "pods", "late_at"),
+    [
+        (under_way(HALF_AN_HOUR_AGO), (), "12:30"),
+        (under_way(HOUR_AGO), (), "12:00"),
+        # complete, or about to look at a change of its replicas
+        (ROLLED_OUT, (), None),
+        ({**under_way(LONG_AGO, status="False"), "readyReplicas": 2}, (), None),
+        (under_way(LONG_AGO, status="False"), (), None),
+        # a replica of several became ready meanwhile; that of another group or role is none of them
+        (under_way(HOUR_AGO), (ready_since("a", HALF_AN_HOUR_AGO),), "12:30"),
+        (under_way(HOUR_AGO), (ready_since("a", LONG_AGO),), "12:00"),
+        # one was lost meanwhile: that is none
+        (under_way(HOUR_AGO), (ready_since("a", HALF_AN_HOUR_AGO, status="False"),), "12:00"),
+        (under_way(HOUR_AGO), (ready_since("a", HALF_AN_HOUR_AGO, "old"),), "12:00"),
+        (under_way(HOUR_AGO), (ready_since("a", HALF_AN_HOUR_AGO, role=DECODE),), "12:00"),
+        # its template was changed while it was not complete: seen by one condition, or by none (up to release 0.8)
+        (
+            under_way(HOUR_AGO, {"type": "UpdateInProgress", "status": "True", "lastTransitionTime": HALF_AN_HOUR_AGO}),
+            (),
+            "12:30",
+        ),
+        (
+            under_way(
+                HOUR_AGO, {"type": "UpdateInProgress", "status": "False", "lastTransitionTime": HALF_AN_HOUR_AGO}
+            ),
+            (),
+            "12:00",
+        ),
+        # its controller has said nothing, or nothing yet about this spec
+        ({}, (), "11:10"),
+        ({**under_way(HOUR_AGO), "observedGeneration": 1}, (), None),
+        ({**under_way(HOUR_AGO), "observedGeneration": 2}, (), "12:00"),
+    ],
+)
+def test_a_leader_worker_set_is_late_by_what_it_says_of_its_progress(
+    status: Object, pods: tuple[Object, ...], late_at: str | None
+) -> None:
+    ref, obj = make_set("chat-prefill-x", PREFILL, kind=LEADER_WORKER_SET, status=status)
+    obj["metadata"]["creationTimestamp"] = "2026-01-01T10:10:00Z"
+    (found,) = read_sets({ref: obj}, pods, current={ref: "x"}, now=NOW, deadline=DEADLINE)
+    assert (found.late_at and found.late_at.strftime("%H:%M")) == late_at
+    assert found.is_late == (late_at is not None and late_at <= "12:00")
+    before = read_sets({ref: obj}, pods, current={ref: "x"}, now=NOW - timedelta(seconds=1), deadline=DEADLINE)
+    assert (before[0].late_at, before[0].is_late) == (found.late_at, late_at == "11:10")
+
+
+def test_a_template_that_is_made_later_has_the_whole_deadline() -> None:
+    ref, obj = make_set("chat-prefill-x", PREFILL, kind=LEADER_WORKER_SET, status=under_way(HOUR_AGO))
+    revisions = {}
+    for role, present, made in (
+        (PREFILL, RESOLVED.identity.input_of(PREFILL), "2026-01-01T11:20:00Z"),
+        (PREFILL, "another", HALF_AN_HOUR_AGO),
+        (DECODE, RESOLVED.identity.input_of(PREFILL), HALF_AN_HOUR_AGO),
+    ):
+        metadata = {
+            "labels": {names.LABEL_ROLE: role},
+            "annotations": {names.ANNOTATION_INPUT: present},
+            "creationTimestamp": made,
+        }
+        revisions[ChildRef(CONTROLLER_REVISION, f"{role}-{present}")] = {"metadata": metadata}
+    (found,) = read_sets({ref: obj, **revisions}, (), current={ref: "x"}, now=NOW, deadline=DEADLINE)
+    assert found.late_at == datetime(2026, 1, 1, 12, 20, tzinfo=UTC)
+
+
+def test_only_current_leader_worker_sets_have_a_deadline_that_is_computed() -> None:
+    ref, obj = make_set("chat-prefill-x", PREFILL, kind=LEADER_WORKER_SET, status=under_way(LONG_AGO))
+    deployment_ref, deployment = make_current(DECODE, status=under_way(LONG_AGO))
+    children = {ref: obj, deployment_ref: deployment}
+    for current in (None, {deployment_ref: "x"}):
+        for deadline in (None, DEADLINE) if current else (None,):
+            sets = read_sets(children, (), current=current, now=NOW, deadline=deadline)
+            assert {(found.late_at, found.is_late) for found in sets} == {(None, False)}
+
+
 def test_names_fit_what_is_made_of_them() -> None:
     resource = make_resource(decode={"tensorParallelSize": 2, "nodesPerReplica": 2}, name="a" * 40)
     resolved = resolve(resource)
@@ -137,7 +256,6 @@ def test_names_fit_what_is_made_of_them() -> None:
 CURRENT = (make_current(PREFILL), make_current(DECODE))
 OLD = (make_set("chat-prefill-old", PREFILL, group="old"), make_set("chat-decode-old", DECODE, group="old"))
 STARTING = {"observedGeneration": 2, "replicas": 1, "updatedReplicas": 1}
-EMPTY = {"observedGeneration": 2}
 
 
 def crashing(name: str, group: str = GROUP) -> Object:
@@ -187,6 +305,27 @@ def test_what_is_said_of_a_rollout(
     assert (found.is_settled, found.is_failed) == (settled, failed)
     assert words in found.message
     assert (found.group, found.wanted) == (GROUP, {PREFILL: 2, DECODE: 2})
+
+
+def test_a_late_leader_worker_set_fails_a_rollout_as_a_late_deployment_does() -> None:
+    spanning = resolve(make_resource(prefill={"replicas": 2, "tensorParallelSize": 2, "nodesPerReplica": 2}))
+    late = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}
+    told = []
+    for resolved, status in (
+        (RESOLVED, {**STARTING, "conditions": [late]}),
+        (spanning, {**STARTING, "conditions": under_way("2026-01-01T10:49:59Z")["conditions"]}),
+    ):
+        ref = find_engine_set(resolved, PREFILL)
+        group = resolved.identity.group
+        children = [
+            make_set(ref.name, PREFILL, group=group, kind=ref.kind, status=status),
+            make_set(find_engine_set(resolved, DECODE).name, DECODE, group=group),
+            *OLD,
+        ]
+        found = describe_rollout(resolved, dict(children), (), NOW)
+        told.append((found.is_failed, found.message, [each.is_late for each in found.sets]))
+    assert told[0] == told[1]
+    assert told[0][0]
 
 
 def test_a_gap_that_nobody_can_avoid_is_told() -> None:

@@ -55,6 +55,7 @@ def engines(
     updated: int | None = None,
     leaving: int = 0,
     is_late: bool = False,
+    is_paused: bool = False,
 ) -> EngineSet:
     """One set; complete unless said otherwise."""
     ready = replicas if ready is None else ready
@@ -69,7 +70,9 @@ def engines(
         live=live,
         ready=ready,
         updated=updated,
+        has_outdated=live > updated,
         leaving=leaving,
+        is_paused=is_paused,
         is_rolled_out=ready >= replicas and updated >= replicas and live <= updated,
         is_late=is_late,
     )
@@ -93,11 +96,12 @@ def router(
     *,
     replicas: int | None = None,
     is_seen: bool = True,
+    paused: bool = False,
     **status: Any,
 ) -> Object:
     return {
         "metadata": {"generation": 2},
-        "spec": {"replicas": wanted},
+        "spec": {"replicas": wanted, "paused": paused},
         "status": {
             "observedGeneration": 2 if is_seen else 1,
             "replicas": wanted if replicas is None else replicas,
@@ -537,6 +541,68 @@ def test_rejected_resource_keeps_telling_of_what_runs() -> None:
     assert conditions["Degraded"] == ("True", "Invalid")
 
 
+def test_a_paused_deployment_whose_pods_lack_nothing_is_told_of_only() -> None:
+    status = status_of(rollout_of(engines("decode", is_paused=True)), router_deployment=router(paused=True))
+    assert conditions_of(status) == conditions_of(status_of()), "nothing is wrong with what it is now"
+    assert message_of(status, "Progressing") == (
+        "all pods are of the newest template; "
+        f"Deployment chat-decode-{NEW} is paused, so its pods keep the template that they have; "
+        f"kubectl rollout resume deployment/chat-decode-{NEW} lets them follow; "
+        "Deployment chat-router is paused, so its pods keep the template that they have; "
+        "kubectl rollout resume deployment/chat-router lets them follow"
+    )
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"rollout": rollout_of(engines("decode", 2, 2, updated=0, is_paused=True))},
+        {"rollout": rollout_of(engines("decode", 2, 2, updated=1, is_paused=True))},
+        {"rollout": rollout_of(engines("decode", 2, 2, updated=1, is_paused=True, is_late=True))},
+        {"router_deployment": router(updated=0, paused=True)},
+    ],
+)
+def test_a_rollout_that_a_pause_holds_waits_for_a_person(held: Object) -> None:
+    status = status_of(**held)
+    conditions = conditions_of(status)
+    assert conditions["Ready"] == ("True", "Ready")
+    assert conditions["Progressing"] == ("False", "DeploymentPaused")
+    assert conditions["Degraded"] == ("True", "DeploymentPaused")
+    name = f"chat-decode-{NEW}" if "rollout" in held else "chat-router"
+    assert message_of(status, "Progressing").startswith("the newest template does not reach all ")
+    for told in ("Progressing", "Degraded"):
+        assert f"kubectl rollout resume deployment/{name}" in message_of(status, told)
+
+
+def test_a_deployment_that_was_paused_before_it_made_pods_says_so() -> None:
+    status = status_of(rollout_of(engines("decode", 2, 0, live=0, updated=0, is_paused=True)))
+    conditions = conditions_of(status)
+    assert conditions["DecodeReady"] == conditions["Ready"] == ("False", "DeploymentPaused")
+    assert conditions["Progressing"] == ("False", "DeploymentPaused")
+    assert conditions["Degraded"] == ("True", "DeploymentPaused")
+    assert f"kubectl rollout resume deployment/chat-decode-{NEW}" in message_of(status, "DecodeReady")
+
+
+def test_pods_of_a_paused_deployment_start_as_others_do() -> None:
+    decode = engines("decode", 2, 1, is_paused=True)
+    status = status_of(rollout_of(decode), pods=(pod("decode"),))
+    conditions = conditions_of(status)
+    assert conditions["Progressing"] == ("True", "Starting")
+    assert conditions["Degraded"] == ("False", "AsExpected")
+    assert "is not scheduled yet; Deployment chat-decode-" in message_of(status, "Progressing")
+
+
+def test_a_failed_rollout_that_is_paused_tells_both() -> None:
+    """Else the correction that is asked for would change nothing, and nobody would know why."""
+    decode = engines("decode", 2, 1, live=3, updated=1, is_paused=True)
+    status = status_of(rollout_of(decode, is_failed=True), pods=(pod("decode", **CRASHING),))
+    conditions = conditions_of(status)
+    assert conditions["Progressing"] == ("False", "RolloutFailed")
+    message = message_of(status, "Progressing")
+    assert "RuntimeError: boom" in message
+    assert "kubectl rollout resume" in message
+
+
 def test_paused() -> None:
     paused = dataclasses.replace(RESOLVED, paused=True)
     conditions = conditions_of(status_of(checked=paused))
@@ -658,6 +724,7 @@ def engine_sets(draw: st.DrawFn) -> tuple[EngineSet, ...]:
                         is_current=group == NEW,
                         leaving=draw(st.integers(0, 2)),
                         is_late=draw(st.booleans()),
+                        is_paused=draw(st.booleans()),
                     )
                 )
     return tuple(sets)
@@ -669,6 +736,7 @@ def engine_sets(draw: st.DrawFn) -> tuple[EngineSet, ...]:
     wanted=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     is_failed=st.booleans(),
     routers=st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
+    is_router_paused=st.booleans(),
     pods=st.lists(st.builds(pod, st.sampled_from(names.ROLES), leaving=st.booleans()), max_size=3),
     states=st.lists(POD_STATES, min_size=3, max_size=3),
     checked=st.sampled_from(
@@ -683,6 +751,7 @@ def test_the_summaries_never_contradict_each_other(
     wanted: tuple[int, int],
     is_failed: bool,
     routers: tuple[int, int, int],
+    is_router_paused: bool,
     pods: list[Object],
     states: list[Object],
     checked: Resolved | Rejected,
@@ -699,7 +768,7 @@ def test_the_summaries_never_contradict_each_other(
     def compute(order: int) -> Object:
         return status_of(
             rollout,
-            router_deployment=router(*routers),
+            router_deployment=router(*routers, paused=is_router_paused),
             pods=tuple(pods[::order]),
             checked=checked,
             engine_facts=reports,
@@ -721,6 +790,11 @@ def test_the_summaries_never_contradict_each_other(
     if progressing == ("False", "RolledOut"):
         assert not is_failed
         assert all(view.ready >= view.replicas for view in sets if view.is_current)
+    if progressing[1] not in ("Paused", "Invalid"):
+        paused = {one.ref.name for one in sets if one.is_current and one.is_paused}
+        paused |= {"chat-router"} if is_router_paused else set()
+        told = re.findall(r"kubectl rollout resume deployment/(\S+) ", message_of(status, "Progressing"))
+        assert set(told) == paused, "a pause is told whatever else there is to tell"
     for condition in status["conditions"]:
         assert condition["message"], condition
         assert not re.search(r"chat-x-1|None|\{|\}", condition["message"]), condition

@@ -208,6 +208,12 @@ class World:
             obj["spec"]["template"]["spec"]["containers"][0]["image"] = "edited:v1"
             self.store(obj)
 
+    def pause_child(self) -> None:
+        obj = self.choose(DEPLOYMENT)
+        if obj is not None:
+            obj["spec"]["paused"] = not obj["spec"].get("paused", False)
+            self.store(obj)
+
     def unlabel(self) -> None:
         obj = self.choose(*CHILD_KINDS)
         if obj is not None and self.find_kind(obj) not in SETS:
@@ -364,6 +370,7 @@ class World:
             held = [pod for pod in self.operator.cache.pods(self.key) if is_of(pod, before)]
             assert not held, f"{name} is deleted with pods that hold accelerators"
         elif kind in SETS:
+            assert "paused" not in sent["spec"], f"the pause of {name} is for its author to end"
             self.sent[ChildRef(kind, name)] = sent["spec"]["replicas"]
             if self.is_calm and verb == "apply":
                 self.check_room(before, sent)
@@ -499,6 +506,7 @@ class World:
             self.scale,
             self.restart_pods,
             self.edit,
+            self.pause_child,
             self.unlabel,
             self.delete_child,
             self.delete_pod,
@@ -534,6 +542,9 @@ class World:
             if self.server.find(kind, name) is not None:
                 self.server.remove(kind, name)
         self.foreign = {}
+        for obj in self.server.select(DEPLOYMENT):
+            obj["spec"]["paused"] = False
+            self.server.store(DEPLOYMENT, obj)
         self.log.append("-- clear")
         if self.server.missing:
             self.server.missing.clear()
