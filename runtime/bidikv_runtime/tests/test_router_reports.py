@@ -186,11 +186,19 @@ async def test_an_engine_that_hangs_is_given_up_and_asked_again() -> None:
 async def test_a_new_engine_is_asked_at_once_and_one_that_left_no_more() -> None:
     async with running_control(report_seconds=LONG, report_idle_seconds=LONG) as control:
         one, other = control.decode
+
+        async def told(engine: MockEngine) -> None:
+            """An engine that is still being asked is not asked once more."""
+            await control.until(lambda: control.view(engine).report_age == 0)
+            control.rig.now += 1
+
         control.replace(one)
         await one.wait_for_exchange()
+        await told(one)
         control.replace(one, other)
         await other.wait_for_exchange()
         await one.wait_for_exchange(2)
+        await told(other)
         control.replace(other)
         await other.wait_for_exchange(2)
         assert len(one.exchanges) == 2
