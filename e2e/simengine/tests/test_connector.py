@@ -24,6 +24,8 @@ from e2e.simengine.text import Answer
 
 HOST = "127.0.0.1"
 SLOW_READ = {"BIDIKV_SIM_READ_SECONDS": "0.2"}
+REQUESTS = 60
+"""Of a round of the random test."""
 
 
 class Peer:
@@ -254,15 +256,21 @@ async def test_whatever_happens_answers_are_right_and_nothing_is_left(seed: int)
                 victim.core.pool.reset()
                 victim.core.pool.evict_blocks(block for block in blocks if not victim.core.pool.blocks[block].ref_cnt)
 
-        async with asyncio.timeout(WAIT_SECONDS):
-            await asyncio.gather(lose(), *(run(number) for number in range(60)))
-        assert sum(peer.value(contract.METRIC_REUSED_TOKENS) for peer in peers) > 0
-        assert sum(peer.value("vllm:num_preemptions_total") for peer in peers) > 0
-        for peer in peers:
-            assert peer.core.unfinished == 0
-            assert peer.core.pool.usage == 0
-            assert (peer.report().requests, peer.report().queued_tokens) == (0, 0)
-            assert all(block.ref_cnt == 0 for block in peer.core.pool.blocks[1:])
+        def count(metric: str) -> float:
+            return sum(peer.value(metric) for peer in peers)
+
+        for first in range(0, 10 * REQUESTS, REQUESTS):
+            async with asyncio.timeout(WAIT_SECONDS):
+                await asyncio.gather(lose(), *(run(first + number) for number in range(REQUESTS)))
+            for peer in peers:
+                assert peer.core.unfinished == 0
+                assert peer.core.pool.usage == 0
+                assert (peer.report().requests, peer.report().queued_tokens) == (0, 0)
+                assert all(block.ref_cnt == 0 for block in peer.core.pool.blocks[1:])
+            # Which requests meet, and in what order they draw, depends on the machine: it may take another round.
+            if count(contract.METRIC_REUSED_TOKENS) and count("vllm:num_preemptions_total"):
+                return
+        pytest.fail("nothing was read, or nothing preempted, in any round")
 
 
 async def test_engines_of_different_models_share_nothing() -> None:
