@@ -1,10 +1,10 @@
 """Bring the children of one resource to what is desired. The only writer of children.
 
-Order: what a scale-down should take, then as ``Desired`` yields, then sets of engines that are to become empty, then
-orphans. Engines give way only to sets that the API server has accepted: one that it refuses, or whose kind it does not
-serve, takes nothing from those that run. At rest nothing is written, not even a no-op apply (``drift.py``). An object
-that somebody else owns is never taken over, one that is being deleted is waited for, and a set of engines that has pods
-is emptied before it is deleted.
+Order: labels of sets that lost them, what a scale-down should take, then as ``Desired`` yields, then sets of engines
+that are to become empty, then orphans. Engines give way only to sets that the API server has accepted: one that it
+refuses, or whose kind it does not serve, takes nothing from those that run. At rest nothing is written, not even a
+no-op apply (``drift.py``). An object that somebody else owns is never taken over, one that is being deleted is waited
+for, and a set of engines that has pods is emptied before it is deleted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol
 
 from bidikv_operator import names
@@ -22,7 +22,7 @@ from bidikv_operator.drift import LastApplied, is_unchanged, mark_applied, recor
 from bidikv_operator.kinds import CONTROLLER_REVISION, DEPLOYMENT, LEADER_WORKER_SET, POD, Kind
 from bidikv_operator.kube import ApiError, ConflictError, NotFoundError, TransientError
 from bidikv_operator.rollout.scale import PodCost, Scaling
-from bidikv_operator.rollout.sets import find_input
+from bidikv_operator.rollout.sets import find_input, find_lost_sets
 from bidikv_operator.state import Applied, Failure, Observed
 
 Object = dict[str, Any]
@@ -81,6 +81,37 @@ class Applier:
     client: ChildClient
     cache: ObjectCache
     _memory: dict[Key, dict[ChildRef, LastApplied]] = field(default_factory=dict)
+
+    async def find_lost(self, observed: Observed) -> Observed:
+        """The same with sets of engines that somebody took our labels from; they have them again.
+
+        Others than the current ones are not applied, so nothing else would give them back. Nothing is asked unless pods
+        run of which no set is known.
+
+        Raises:
+            TransientError: the API server is overloaded or away.
+        """
+        owner = observed.resource["metadata"]
+        children = dict(observed.children)
+        for ref, labels in find_lost_sets(owner["name"], observed.children, observed.pods).items():
+            if ref.kind in observed.missing_kinds:
+                continue
+            try:
+                live = await self.client.get(ref.kind, owner["namespace"], ref.name)
+                if choose_ownership(live, observed.resource) != "ours" or live["metadata"].get("deletionTimestamp"):
+                    continue
+                change, uid = {"metadata": {"labels": labels}}, live["metadata"]["uid"]
+                children[ref] = await self.client.patch(ref.kind, owner["namespace"], ref.name, uid=uid, change=change)
+            except (NotFoundError, ConflictError):
+                continue  # its pods are about to follow it
+            except TransientError:
+                raise
+            except ApiError as error:
+                logger.warning("%s/%s: its labels could not be restored: %s", owner["namespace"], ref.name, error)
+                continue
+            logger.info("%s/%s: %s has its labels again", owner["namespace"], owner["name"], ref)
+            self.cache.put(ref.kind, children[ref])
+        return replace(observed, children=children)
 
     async def apply_all(self, observed: Observed, desired: Desired, scaling: Scaling) -> Applied:
         """Apply what differs, delete what is no longer desired.

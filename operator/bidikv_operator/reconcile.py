@@ -98,6 +98,7 @@ class Reconciler:
             await self.tokens.load(key, observed.resource)
             applied = Applied(children=observed.children)
         else:
+            observed = await self._applier.find_lost(observed)
             token = await self.tokens.ensure(checked, observed.resource)
             scaling = plan_scaling(checked, observed, now)
             desired = build_all(checked, observed.children, scaling.replicas, scaling.inputs)

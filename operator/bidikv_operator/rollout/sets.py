@@ -21,10 +21,13 @@ from bidikv_operator.rollout.plan import EngineSet
 from bidikv_operator.status.pods import read_readiness
 
 Object = Mapping[str, Any]
+Labels = dict[str, str]
 
 LEADER_WORKER_SET_NAME_LIMIT: Final = 45
 """A LeaderWorkerSet makes a StatefulSet for each replica's workers, ``<name>-<index>``. Its pods carry a label of that
 name and a hash of ten characters, and a label holds 63."""
+LEADER_WORKER_SET_LABEL: Final = "leaderworkerset.sigs.k8s.io/name"
+"""On its pods."""
 OVERDUE: Final = timedelta(seconds=60)
 """A pod that is still there so long after its grace period has no kubelet that would end it: it holds nothing."""
 
@@ -35,6 +38,30 @@ def find_engine_set(resolved: Resolved, role: Role) -> ChildRef:
     if resolved.engine(role).nodes == 1:
         return ChildRef(DEPLOYMENT, names.child_name(resolved.name, suffix))
     return ChildRef(LEADER_WORKER_SET, names.child_name(resolved.name, suffix, LEADER_WORKER_SET_NAME_LIMIT))
+
+
+def find_lost_sets(owner: str, children: Mapping[ChildRef, Object], pods: Iterable[Object]) -> dict[ChildRef, Labels]:
+    """Sets that are not known and may exist, as pods of theirs run; each with the labels by which it would be known.
+
+    A set that loses the label of its owner is gone for the watch, which selects by it; its pods are not.
+    """
+    known = {
+        (names.find_engine_role(obj), _find_group(obj))
+        for ref, obj in children.items()
+        if ref.kind in (DEPLOYMENT, LEADER_WORKER_SET)
+    }
+    found: dict[ChildRef, Labels] = {}
+    for pod in pods:
+        role, group, metadata = names.find_engine_role(pod), _find_group(pod), pod["metadata"]
+        if role is None or (role, group) in known or metadata.get("deletionTimestamp"):
+            continue
+        spanning = metadata["labels"].get(LEADER_WORKER_SET_LABEL)
+        # A set of before there were groups is named by its role alone.
+        name = spanning or names.child_name(owner, f"{role}-{group}" if group else role)
+        labels = {names.LABEL_OWNER: owner, names.LABEL_MANAGED_BY: names.MANAGED_BY, names.LABEL_ROLE: role}
+        ref = ChildRef(LEADER_WORKER_SET if spanning else DEPLOYMENT, name)
+        found[ref] = labels | ({names.LABEL_GROUP: group} if group else {})
+    return found
 
 
 def read_sets(

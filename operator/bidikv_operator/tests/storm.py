@@ -31,6 +31,7 @@ from bidikv_operator.kinds import (
 from bidikv_operator.kube import ConflictError, ForbiddenError, InvalidError, Listed, NotFoundError, TransientError
 from bidikv_operator.reconcile import Reconciler
 from bidikv_operator.rollout.plan import resolve_count
+from bidikv_operator.rollout.sets import LEADER_WORKER_SET_LABEL
 from bidikv_operator.tests.engine_samples import make_report
 from bidikv_operator.token_store import TokenStore
 from bidikv_operator.watch import is_dealt_with
@@ -456,6 +457,8 @@ class Controllers:
     def _make_pod(self, obj: Object, template: Object) -> Object:
         self._pods += 1
         labels = {**template["metadata"]["labels"], SET_LABEL: obj["metadata"]["uid"]}
+        if "leaderWorkerTemplate" in obj["spec"]:
+            labels[LEADER_WORKER_SET_LABEL] = obj["metadata"]["name"]
         metadata = {"name": f"pod-{self._pods}", "labels": labels, "annotations": {TEMPLATE_LABEL: str(template)}}
         pod = {
             "metadata": metadata,

@@ -125,6 +125,12 @@ class World:
             if obj["metadata"]["labels"][names.LABEL_ROLE] in ENGINE_ROLES
         }
 
+    def strip(self, name: str, **changes: Any) -> None:
+        """Take the labels of a set, so that the watch tells of a deletion."""
+        live = self.kube.objects["team", ChildRef(DEPLOYMENT, name)]
+        self.kube.store(DEPLOYMENT, {**live, "metadata": {**live["metadata"], "labels": {}, **changes}})
+        self.cache.drop(DEPLOYMENT, live)
+
     def set_of(self, role: Role) -> Object:
         return self.kube.objects["team", ChildRef(DEPLOYMENT, find_set(self.resource, role))]
 
@@ -409,6 +415,52 @@ async def test_a_deleted_set_comes_back_whole(world: World) -> None:
     world.kube.remove(DEPLOYMENT, "team", find_set(world.resource, PREFILL))
     await world.settle()
     assert world.sets() == before
+
+
+async def test_sets_that_lost_their_labels_are_found_by_their_pods(world: World) -> None:
+    earlier = set(world.sets())
+    world.change(image="vllm:v2")
+    await world.reconcile()
+    assert set(world.sets()) > earlier, "both groups are there"
+    for name in earlier:
+        world.strip(name)
+    world.kube.take_writes()
+    await world.reconcile()
+    patched = {what for verb, what in world.kube.take_writes() if verb == "patch"}
+    assert patched == {f"Deployment {name}" for name in earlier}
+    await world.settle()
+    current = {find_set(world.resource, role) for role in ENGINE_ROLES}
+    assert {obj["metadata"]["name"] for obj in world.objects(DEPLOYMENT)} == {*current, "chat-router"}
+    assert world.condition("Progressing")["reason"] == "RolledOut"
+    world.kube.reads.clear()
+    await world.reconcile()
+    assert world.kube.reads == [], "it costs nothing while all sets are known"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ownerReferences": []},  # nothing says any more that it was ours
+        {"ownerReferences": [{"kind": "Other", "name": "x", "uid": "x", "controller": True}]},
+        {"deletionTimestamp": "2026-01-01T00:00:00Z"},
+    ],
+)
+async def test_a_lost_set_of_others_or_that_goes_gets_no_labels(world: World, changes: Object) -> None:
+    (earlier,) = (name for name in world.sets() if name.startswith("chat-decode"))
+    world.change(image="vllm:v2")
+    world.strip(earlier, **changes)
+    world.kube.take_writes()
+    await world.reconcile()
+    assert f"Deployment {earlier}" not in {what for _, what in world.kube.take_writes()}
+
+
+async def test_labels_that_may_not_be_given_back_hold_nothing_else_up(world: World) -> None:
+    (earlier,) = (name for name in world.sets() if name.startswith("chat-decode"))
+    world.change(image="vllm:v2")
+    world.strip(earlier)
+    world.kube.refuse = lambda verb, kind, name: ForbiddenError("a policy") if name == earlier else None
+    await world.reconcile()
+    assert ("team", ChildRef(DEPLOYMENT, find_set(world.resource, PREFILL))) in world.kube.objects
 
 
 async def test_a_role_over_several_nodes_waits_for_its_kind() -> None:

@@ -14,7 +14,7 @@ from bidikv_operator.names import DECODE, PREFILL
 from bidikv_operator.rollout.describe import describe_rollout
 from bidikv_operator.rollout.plan import EngineSet
 from bidikv_operator.rollout.scale import PodCost, plan_costs
-from bidikv_operator.rollout.sets import find_engine_set, read_sets
+from bidikv_operator.rollout.sets import LEADER_WORKER_SET_LABEL, find_engine_set, find_lost_sets, read_sets
 from bidikv_operator.tests.engine_samples import make_facts, make_pod, make_report
 from bidikv_operator.tests.samples import make_resource, resolve
 
@@ -123,6 +123,29 @@ def test_a_deployment_is_rolled_out_as_kubectl_says(status: Object, rolled_out: 
 def test_a_leader_worker_set_need_not_tell_what_it_has_seen() -> None:
     status = {key: value for key, value in ROLLED_OUT.items() if key != "observedGeneration"}
     assert read_one(make_set("chat-prefill-x", PREFILL, kind=LEADER_WORKER_SET, status=status)).is_rolled_out
+
+
+def test_lost_sets_are_found_by_their_pods() -> None:
+    spanning = grouped("d", DECODE, "lws")
+    spanning["metadata"]["labels"][LEADER_WORKER_SET_LABEL] = "chat-0f0f0f0f-decode-lws"
+    pods = (
+        grouped("a", PREFILL),
+        grouped("b", PREFILL, "old"),
+        grouped("c", PREFILL, "old"),
+        make_pod("e", PREFILL),
+        spanning,
+        grouped("f", DECODE, "gone", deleted=True),
+        make_pod("g", "router"),
+        make_pod("h", labels={names.LABEL_ROLE: "decode-worker", names.LABEL_GROUP: "lws"}),
+    )
+    labels = {names.LABEL_OWNER: "chat", names.LABEL_MANAGED_BY: names.MANAGED_BY}
+    prefill = labels | {names.LABEL_ROLE: PREFILL}
+    assert find_lost_sets("chat", dict([make_current(PREFILL)]), pods) == {
+        ChildRef(DEPLOYMENT, "chat-prefill-old"): prefill | {names.LABEL_GROUP: "old"},
+        ChildRef(DEPLOYMENT, "chat-prefill"): prefill,
+        ChildRef(LEADER_WORKER_SET, "chat-0f0f0f0f-decode-lws"): labels
+        | {names.LABEL_ROLE: DECODE, names.LABEL_GROUP: "lws"},
+    }
 
 
 @pytest.mark.parametrize(
