@@ -13,6 +13,9 @@ from e2e.cluster.topology import CLUSTER_DOMAIN, Node, Topology
 
 CNI_BINARIES: Final = "/usr/lib/cni"
 """Where Debian's containernetworking-plugins lie."""
+SYNC_SECONDS: Final = 10
+"""A kubelet looks at each pod again after this to 1.5 times this (its default is 60), and only then mounts what has
+changed in a Secret: tests that change one wait for it."""
 
 
 def _document(content: dict[str, Any]) -> str:
@@ -93,6 +96,7 @@ def render_kubelet(node: Node, topology: Topology, *, unit: Path, socket: Path, 
             "failCgroupV1": False,
             "failSwapOn": False,
             "resolvConf": str(unit / "resolv.conf"),
+            "syncFrequency": f"{SYNC_SECONDS}s",
             "volumePluginDir": str(unit / "volume-plugins"),
         }
     )
