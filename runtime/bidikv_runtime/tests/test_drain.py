@@ -167,7 +167,7 @@ def test_the_process_ends_well_whatever_the_engine_does(reports: Reports, hangs:
     done = subprocess.run(
         [
             *(sys.executable, "-S", "-m", contract.DRAIN_MODULE),
-            *("--leave-seconds=0.1", "--seconds=1", f"--state-port={reports.port}"),
+            *("--leave-seconds=0.1", f"--seconds={1 if hangs else WAIT_SECONDS}", f"--state-port={reports.port}"),
         ],
         env={"PYTHONPATH": package, contract.ENV_LOOKUP_HOST: "127.0.0.1", "PATH": os.environ["PATH"]},
         capture_output=True,
