@@ -17,6 +17,7 @@ from e2e.engine.fixtures import (
     Deployment,
     assert_same,
     assistant,
+    eventually,
     text,
     user,
     whole_blocks,
@@ -34,7 +35,7 @@ async def test_conversation_equals_the_monolith_and_reads_only_what_is_missing(
     previous = 0  # prompt length of the turn before
     for number in range(3):
         messages.append(user(f"conversation {stream} {number}"))
-        await deployment.p.reset_prefix_cache()
+        await eventually(deployment.p.reset_prefix_cache, "P to reset its prefix cache")
         turn = await deployment.turn(messages, stream=stream)
         [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
         assert_same(turn.decode[0], expected)
@@ -99,7 +100,8 @@ async def test_answer_ended_by_a_stop_string_is_reused(deployment: Deployment) -
     assert turn.decode[0].finish_reason == "stop"
     assert turn.decode[0].text == expected.text
     messages = [*messages, assistant(turn.decode[0]), user("after stop")]
-    await deployment.p.reset_prefix_cache()
+    await deployment.assert_no_kv_in_use()  # the abort follows the answer, and D publishes with it
+    await eventually(deployment.p.reset_prefix_cache, "P to reset its prefix cache")
     after = await deployment.turn(messages)
     [expected] = await deployment.m.chat(messages, max_tokens=OUTPUT_TOKENS)
     assert_same(after.decode[0], expected)

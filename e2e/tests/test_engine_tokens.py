@@ -40,7 +40,7 @@ async def test_the_state_port_wants_a_token_and_shows_what_was_exchanged(deploym
     for token in (None, NEW):
         status, body = await ask_state(deployment.d, token)
         assert (status, list(body)) == (401, ["error"])
-    before = await state_of(deployment.d)
+    before, before_p = await state_of(deployment.d), await state_of(deployment.p)
     messages = await deployment.history("state", 1)
     turn = await deployment.turn(messages)
     assert turn.prefill_reused > 0
@@ -50,7 +50,8 @@ async def test_the_state_port_wants_a_token_and_shows_what_was_exchanged(deploym
     for count in ("lookups", "validations"):
         assert after["server"][count] > before["server"][count]
     assert after["server"]["unauthenticated"] == before["server"]["unauthenticated"]
-    assert (await state_of(deployment.p))["client"]["unauthenticated_replies"] == 0
+    after_p = await state_of(deployment.p)
+    assert after_p["client"]["unauthenticated_replies"] == before_p["client"]["unauthenticated_replies"]
 
 
 async def test_a_stranger_at_the_lookup_port_gets_no_answer(deployment: Deployment) -> None:
@@ -109,7 +110,7 @@ async def test_a_token_is_changed_while_requests_run(deployment: Deployment) -> 
             replacement.write_text("\n".join(tokens))
             replacement.replace(deployment.token_file)
             for _ in range(3):  # before, while and after the engines look at the file, which they do once a second
-                assert await deployment.p.reset_prefix_cache()
+                await eventually(deployment.p.reset_prefix_cache, "P to reset its prefix cache")
                 turn = await deployment.turn(messages)
                 assert_same(turn.decode[0], expected)
                 assert turn.prefill_reused > 0
