@@ -34,7 +34,11 @@ BLOCK_SIZE = 32
 START_SECONDS = 300.0
 """An engine takes 25 s on an idle machine; the limit is for two cores that are busy with more."""
 STOP_SECONDS = 20.0
-PATIENCE = {"bidikv_lookup_deadline_ms": 2000, "bidikv_validate_deadline_ms": 5000}
+PATIENCE = {
+    "bidikv_lookup_deadline_ms": 2000,
+    "bidikv_validate_deadline_ms": 5000,
+    "bidikv_connect_deadline_ms": 2000,
+}
 """Longer than the product's deadlines: the engines share two cores, a slow answer must not pass for a silent source."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -61,9 +65,9 @@ _given: set[int] = set()
 
 def free_port() -> int:
     """A port that was free a moment ago, that this process has not given out before, and that no outgoing connection
-    takes: those have ports from 32768 on."""
+    takes: those have ports from 32768 on. The three behind it are given to nobody: ranks count from their engine's."""
     while True:
-        port = random.SystemRandom().randrange(15_000, 30_000)
+        port = random.SystemRandom().randrange(15_000, 30_000, 4)
         if port in _given:
             continue
         with socket.socket() as probe:
