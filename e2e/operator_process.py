@@ -12,16 +12,23 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bidikv_operator import names
 from e2e.install import ROOT
 from e2e.kubectl import Kubectl, eventually
 
 PORT = re.compile(r"Serving /healthz, /readyz and /metrics on port (\d+)")
+RECONCILES = "bidikv_operator_reconciles_total"
 START_SECONDS = 30
 STOP_SECONDS = 30
+CONDITION_SECONDS = 300
+"""Enough for a rollout of simulated engines, or for the verdict on one that is silent, on few cores."""
+SHOWN_CHARACTERS = 4000
+"""Of the log, by a failure."""
 
 
 @dataclass
@@ -78,6 +85,35 @@ class OperatorProcess:
 
     def leads(self) -> bool:
         return self.page("readyz") == (200, "ok, leading\n")
+
+    def await_condition(self, resource: str, name: str, status: str, reason: str | None = None) -> dict[str, str]:
+        """Wait until a condition of a resource has this status, and this reason if one is given; returns it.
+
+        Raises:
+            AssertionError: it did not come; tells what was seen last and what the operator said.
+        """
+        seen: dict[str, dict[str, str]] = {}
+
+        def look() -> dict[str, str] | None:
+            found = (self.kubectl.get(names.SHORT_NAME, resource) or {}).get("status") or {}
+            seen.clear()
+            seen.update({condition["type"]: condition for condition in found.get("conditions") or []})
+            condition = seen.get(name, {})
+            fits = condition.get("status") == status and reason in (None, condition["reason"])
+            return condition if fits else None
+
+        try:
+            return eventually(look, f"{name}={status} {reason or ''} of {resource}", CONDITION_SECONDS)
+        except TimeoutError as error:
+            last = "\n".join(f"{c['type']}={c['status']} {c['reason']}: {c['message']}" for c in seen.values())
+            raise AssertionError(f"{error}; seen last:\n{last}\n{self.log()[-SHOWN_CHARACTERS:]}") from None
+
+    def await_reconcile(self, resource: str) -> None:
+        """Touch a resource as a user may, and wait until the operator has looked at it again."""
+        before = self.metric(RECONCILES)
+        mark = f"example.com/touched={uuid.uuid4().hex}"
+        self.kubectl.run("annotate", names.SHORT_NAME, resource, mark, "--overwrite")
+        eventually(lambda: self.metric(RECONCILES) > before, f"a look at {resource}", CONDITION_SECONDS, every=0.1)
 
     def page(self, name: str) -> tuple[int, str]:
         """Status and text of one of its pages."""

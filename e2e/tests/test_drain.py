@@ -6,16 +6,13 @@ fails the test.
 
 from __future__ import annotations
 
-import http.client
-import itertools
 import json
 import subprocess
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from bidikv_runtime import contract
 from e2e.demo.engines import parse_totals
 from e2e.install import image_references
 from e2e.kubectl import Kubectl, KubectlError, Manifest, eventually
+from e2e.load import Load, Talk, find_url
 from e2e.operator_process import OperatorProcess
 from e2e.simengine.local import SERVED_MODEL
 from e2e.simengine.resource import build_resource, read_metrics
@@ -35,69 +33,16 @@ pytestmark = pytest.mark.cluster
 READY_SECONDS = 180.0
 GONE_SECONDS = 180.0
 ROLLOUT_SECONDS = 400.0
-ANSWER_SECONDS = 60.0
 DRAIN_SECONDS = 30
 CONVERSATIONS = 6
-TURNS = 12
-"""Of a conversation, before its client begins anew under the same name."""
-SENTENCE = "The prompt is long enough for KV that is worth being read. "
-
-
-@dataclass
-class Load:
-    """Conversations that go on until they are told to stop."""
-
-    host: str
-    stop: threading.Event = field(default_factory=threading.Event)
-    answers: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    def converse(self, number: int) -> None:
-        session, stream = uuid.uuid4().hex, number % 2 == 0
-        for begun in itertools.count():
-            messages = [{"role": "user", "content": f"{session} {begun}. {SENTENCE * 80}"}]
-            for _ in range(TURNS):
-                if self.stop.is_set() or self.failures:
-                    return
-                try:
-                    answer = ask(self.host, messages, session, stream=stream)
-                except (OSError, http.client.HTTPException, AssertionError, ValueError) as error:
-                    self.failures.append(f"conversation {number}, {len(messages)} messages: {error!r}")
-                    return
-                self.answers += 1
-                messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": SENTENCE * 50}]
-
-
-def ask(host: str, messages: list[dict[str, str]], session: str, *, stream: bool) -> str:
-    """One whole answer.
-
-    Raises:
-        OSError, http.client.HTTPException: the connection broke.
-        AssertionError, ValueError: the answer is an error, or not whole.
-    """
-    connection = http.client.HTTPConnection(host, contract.ROUTER_PORT, timeout=ANSWER_SECONDS)
-    try:
-        body = {"model": SERVED_MODEL, "messages": messages, "max_tokens": 24, "ignore_eos": True, "stream": stream}
-        headers = {"Content-Type": "application/json", "X-Session-ID": session}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        text = response.read().decode()
-        assert response.status == 200, f"{response.status}: {text}"
-        if not stream:
-            answer: str = json.loads(text)["choices"][0]["message"]["content"]
-            return answer
-        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
-        assert events[-1:] == ["[DONE]"], text[-400:]
-        return "".join(json.loads(event)["choices"][0]["delta"].get("content", "") for event in events[:-1])
-    finally:
-        connection.close()
+TALK = Talk(turns=12, opening=2600, more=1600, answer_tokens=24)
+"""Long enough for KV that is worth being read."""
 
 
 @dataclass
 class Service:
     kubectl: Kubectl
     name: str
-    host: str
     operator: OperatorProcess
 
     def pods(self, role: str) -> list[Manifest]:
@@ -125,20 +70,12 @@ class Service:
     @contextmanager
     def loaded(self) -> Iterator[Load]:
         """Conversations before, during and after what happens within; every request of theirs must succeed."""
-        load = Load(self.host)
-        clients = [threading.Thread(target=load.converse, args=(number,)) for number in range(CONVERSATIONS)]
-        for client in clients:
-            client.start()
-        try:
-            await_answers(load, 2 * CONVERSATIONS)
+        load = Load(find_url(self.kubectl, self.name), SERVED_MODEL, talk=TALK, patient=False)
+        with load.running(CONVERSATIONS):
+            load.await_answers(2 * CONVERSATIONS)
             yield load
-            await_answers(load, 2 * CONVERSATIONS)
-        finally:
-            load.stop.set()
-            for client in clients:
-                client.join(ANSWER_SECONDS)
-        assert load.failures == []
-        print(f"{load.answers} answers, none failed")
+            load.await_answers(2 * CONVERSATIONS)
+        print(f"{len(load.answered)} answers, none failed")
 
     def total(self, role: str, metric: str) -> float:
         """Of the role's pods that are not being deleted."""
@@ -153,12 +90,6 @@ def is_ready(pod: Manifest) -> bool:
     return "deletionTimestamp" not in pod["metadata"] and any(
         c["type"] == "Ready" and c["status"] == "True" for c in conditions
     )
-
-
-def await_answers(load: Load, more: int) -> None:
-    wanted = load.answers + more
-    eventually(lambda: load.answers >= wanted or bool(load.failures), f"{more} more answers", ANSWER_SECONDS)
-    assert load.failures == []
 
 
 def build(name: str, **simulation: Any) -> Manifest:
@@ -189,8 +120,7 @@ def service(
         operator.start()
         kubectl.apply(build(name))
         eventually(lambda: kubectl.get("service", name) is not None, "the Service", READY_SECONDS)
-        found: Any = kubectl.get("service", name)
-        service = Service(kubectl, name, found["spec"]["clusterIP"], operator)
+        service = Service(kubectl, name, operator)
         service.wait_until_whole()
         yield service
     finally:
@@ -244,6 +174,13 @@ def test_only_one_engine_of_a_role_is_evicted_at_a_time(service: Service) -> Non
     service.wait_until_whole()
     first, second = (pod["metadata"]["name"] for pod in service.pods(names.DECODE))
     with service.loaded():
+        budget = f"{service.name}-{names.DECODE}"
+
+        def allows_one() -> bool:
+            found = kubectl.get("poddisruptionbudget", budget)
+            return found is not None and found["status"].get("disruptionsAllowed") == 1
+
+        service.wait(allows_one, "the budget to know that both are ready", READY_SECONDS)
         evict(kubectl, first)
         with pytest.raises(KubectlError, match="disruption budget"):
             evict(kubectl, second)
@@ -264,7 +201,7 @@ def test_draining_a_node_under_load_fails_no_request(service: Service, cluster: 
     of_ours = f"{names.LABEL_OWNER}={service.name}"
     taken = [pod["metadata"]["name"] for pod in kubectl.find("pods", of_ours) if pod["spec"]["nodeName"] == node]
     with service.loaded() as load:
-        before = load.answers
+        before = len(load.answered)
         try:
             # Only this resource's pods: other tests may have some on the node.
             cluster.run(
@@ -277,7 +214,7 @@ def test_draining_a_node_under_load_fails_no_request(service: Service, cluster: 
             service.wait_until_whole()
         finally:
             cluster.run("uncordon", node)
-        print(f"{len(taken)} pods left {node}; {load.answers - before} answers meanwhile")
+        print(f"{len(taken)} pods left {node}; {len(load.answered) - before} answers meanwhile")
 
 
 def test_a_new_release_takes_over_under_load(service: Service) -> None:
@@ -290,8 +227,8 @@ def test_a_new_release_takes_over_under_load(service: Service) -> None:
         return len(pods) == 4 and not any(pod["metadata"]["name"] in before for pod in pods)
 
     with service.loaded() as load:
-        answered = load.answers
+        answered = len(load.answered)
         service.kubectl.apply(build(service.name, vllm_version="0.33.0"))
         service.wait(taken_over, "the new release's engines", ROLLOUT_SECONDS)
         service.wait_until_whole()
-        print(f"{load.answers - answered} answers during the rollout")
+        print(f"{len(load.answered) - answered} answers during the rollout")

