@@ -23,6 +23,7 @@ from e2e.kubectl import Kubectl, eventually
 
 PORT = re.compile(r"Serving /healthz, /readyz and /metrics on port (\d+)")
 RECONCILES = "bidikv_operator_reconciles_total"
+WRITES = "bidikv_operator_writes_total"
 START_SECONDS = 30
 STOP_SECONDS = 30
 CONDITION_SECONDS = 300
@@ -114,6 +115,16 @@ class OperatorProcess:
         mark = f"example.com/touched={uuid.uuid4().hex}"
         self.kubectl.run("annotate", names.SHORT_NAME, resource, mark, "--overwrite")
         eventually(lambda: self.metric(RECONCILES) > before, f"a look at {resource}", CONDITION_SECONDS, every=0.1)
+
+    def await_rest(self, resource: str) -> None:
+        """Wait until a look at a resource writes nothing: what others do to its children may be told late."""
+
+        def rests() -> bool:
+            written = self.metric(WRITES)
+            self.await_reconcile(resource)
+            return self.metric(WRITES) == written
+
+        eventually(rests, f"a look at {resource} that writes nothing", CONDITION_SECONDS)
 
     def page(self, name: str) -> tuple[int, str]:
         """Status and text of one of its pages."""

@@ -24,7 +24,7 @@ from e2e.network_namespace import own_network
 
 STRICT: Final = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
 """Some clusters have it: who makes children block their owner's deletion needs a right for that."""
-ESTABLISHED_SECONDS: Final = 30.0
+ESTABLISHED_SECONDS: Final = 120.0
 CRD = ROOT / "crds" / "serving.bidikv.io_bidikvinferences.yaml"
 
 

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from bidikv_operator import names
 from e2e.engine.fixtures import deployment, engines  # noqa: F401  (fixtures of the tests marked engine)
 from e2e.install import ROOT, install_operator
 from e2e.kubectl import Kubectl
-from e2e.own_api_server import OwnApiServer, run_own_api_server
+from e2e.own_api_server import OwnApiServer, run_own_api_server, wait_until_established
 
 CRD = ROOT / "crds" / "serving.bidikv.io_bidikvinferences.yaml"
 
@@ -31,7 +32,7 @@ def cluster() -> Kubectl:
 def crd(cluster: Kubectl) -> None:
     """The CRD of this checkout, served; for tests that need no operator."""
     cluster.run("apply", "--server-side", "--force-conflicts", "-f", str(CRD))
-    cluster.run("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRD))
+    wait_until_established(cluster, names.CRD_NAME)
 
 
 @pytest.fixture(scope="session")

@@ -17,30 +17,18 @@ from bidikv_operator.kinds import LEADER_WORKER_SET
 from bidikv_operator.rollout.revision import compute_group
 from e2e.kubectl import Kubectl, Manifest, eventually
 from e2e.leader_worker_set import LeaderWorkerSetController, build_definition
-from e2e.operator_process import OperatorProcess
-from e2e.own_api_server import OwnApiServer
+from e2e.operator_process import RECONCILES, WRITES, OperatorProcess
+from e2e.own_api_server import OwnApiServer, wait_until_established
+from e2e.small_resource import build_small_resource
 
 pytestmark = pytest.mark.cluster
 
-WAIT = 60.0
+WAIT = 300.0
 
 
 def make_resource(**changes: Any) -> Manifest:
     role = {"replicas": 2, "tensorParallelSize": 16, "nodesPerReplica": 2}
-    spec: Manifest = {
-        "model": {"source": {"path": "/models/none"}},
-        "image": "engine.example/none:v1",
-        "fabric": {"type": "TCP"},
-        "prefill": role,
-        "decode": role,
-        "router": {"replicas": 1},
-    }
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "metadata": {"name": "chat"},
-        "spec": {**spec, **changes},
-    }
+    return build_small_resource(**{"prefill": role, "decode": role, "router": {"replicas": 1}, **changes})
 
 
 @dataclass
@@ -79,8 +67,7 @@ class World:
 @pytest.fixture(scope="module")
 def served(own_api_server: OwnApiServer) -> OwnApiServer:
     own_api_server.kubectl.apply(build_definition())
-    name = f"crd/{LEADER_WORKER_SET.plural}.{LEADER_WORKER_SET.group}"
-    own_api_server.kubectl.run("wait", "--for=condition=Established", "--timeout=30s", name)
+    wait_until_established(own_api_server.kubectl, f"{LEADER_WORKER_SET.plural}.{LEADER_WORKER_SET.group}")
     return own_api_server
 
 
@@ -110,15 +97,14 @@ def test_a_replica_of_several_nodes_is_one_engine(world: World) -> None:
     assert "readinessProbe" not in worker["spec"]["containers"][0], "it serves nothing"
 
     # At rest nothing is written, by this process and by the next one.
-    before = world.operator.metric("bidikv_operator_writes_total")
-    reconciles = world.operator.metric("bidikv_operator_reconciles_total")
-    world.kubectl.run("annotate", names.SINGULAR, "chat", "example.com/touched=1")
-    eventually(lambda: world.operator.metric("bidikv_operator_reconciles_total") > reconciles, "a reconcile", WAIT)
-    assert world.operator.metric("bidikv_operator_writes_total") == before
+    world.operator.await_rest("chat")
+    before = world.operator.metric(WRITES)
+    world.operator.await_reconcile("chat")
+    assert world.operator.metric(WRITES) == before
     assert world.operator.terminate() == 0
     world.operator.start()
-    eventually(lambda: world.operator.metric("bidikv_operator_reconciles_total") > 0, "a first reconcile", WAIT)
-    assert world.operator.metric("bidikv_operator_writes_total") == 0
+    eventually(lambda: world.operator.metric(RECONCILES) > 0, "a first reconcile", WAIT)
+    assert world.operator.metric(WRITES) == 0
 
     world.kubectl.run("scale", names.SINGULAR, "chat", "--replicas=3")
     world.control_until(lambda: sorted(world.sets().values()) == [2, 3] and world.are_engines_ready(), "the scale")

@@ -7,7 +7,6 @@ for a node that does not exist, so that nothing is pulled and the status is quie
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,8 @@ from bidikv_runtime import contract
 from e2e.cluster.paths import find_external_kubeconfig, find_paths
 from e2e.install import image_references
 from e2e.kubectl import Kubectl, Manifest, eventually
-from e2e.operator_process import OperatorProcess
+from e2e.operator_process import RECONCILES, WRITES, OperatorProcess
+from e2e.small_resource import build_small_resource
 
 pytestmark = pytest.mark.cluster
 
@@ -32,20 +32,12 @@ NOWHERE: Manifest = {"spec": {"nodeSelector": {"example.com/nowhere": "true"}}}
 
 
 def make_resource(**changes: Any) -> Manifest:
-    spec: Manifest = {
-        "model": {"source": {"path": "/models/none"}},
-        "image": "engine.example/none:v1",
-        "fabric": {"type": "TCP"},
+    roles: Manifest = {
         "prefill": {"replicas": 2, "gpusPerPod": 0, "podTemplate": NOWHERE},
         "decode": {"gpusPerPod": 0, "podTemplate": NOWHERE},
         "router": {"replicas": 2, "podTemplate": NOWHERE},
     }
-    return {
-        "apiVersion": "serving.bidikv.io/v1alpha1",
-        "kind": "BidiKVInference",
-        "metadata": {"name": "chat"},
-        "spec": {**spec, **changes},
-    }
+    return build_small_resource(**{**roles, **changes})
 
 
 IDENTITY = compute_identity(make_resource()["spec"])
@@ -94,6 +86,22 @@ class World:
         found = set(self.children())
         return expected <= found and all(name.startswith("ControllerRevision/") for name in found - expected)
 
+    def contents(self) -> dict[str, Manifest]:
+        """The children without what controllers write of them, which may come late."""
+        theirs = {"resourceVersion", "annotations"}
+        return {
+            name: {key: value for key, value in child.items() if key != "status"}
+            | {"metadata": {key: value for key, value in child["metadata"].items() if key not in theirs}}
+            for name, child in self.children().items()
+        }
+
+    def count_replicas(self, role: str) -> int:
+        """As the status tells it."""
+        found = self.kubectl.get("bidikvinference", "chat")
+        assert found is not None
+        count: int = found["status"][role]["replicas"]
+        return count
+
     def child(self, name: str) -> Manifest:
         kind, _, rest = name.partition("/")
         found = self.kubectl.get(kind, rest)
@@ -111,31 +119,19 @@ class World:
         return self.kubectl.condition("bidikvinference", "chat", name)
 
     def wait_for_condition(self, name: str, status: str, reason: str) -> dict[str, str]:
-        seen: dict[str, str] = {}
-
-        def look() -> dict[str, str] | None:
-            seen.update(self.condition(name))
-            return seen if (seen.get("status"), seen.get("reason")) == (status, reason) else None
-
-        try:
-            return eventually(look, f"{name}={status} {reason}", WAIT)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}; last seen: {seen}\n{self.started[-1].log()}") from None
+        return self.started[-1].await_condition("chat", name, status, reason)
 
     def wait_until_settled(self) -> None:
         """All children exist and the status tells the lasting reason: no node."""
         eventually(lambda: self.has_exactly(EXPECTED), "all children", WAIT)
+        eventually(lambda: self.count_judged_pods() == 5, "the scheduler's word on every pod", WAIT)
         for name in ("PrefillReady", "DecodeReady", "RouterReady"):
             self.wait_for_condition(name, "False", "Unschedulable")
 
-    def wait_for_reconcile(self, operator: OperatorProcess) -> None:
-        """Touch the resource as a user may, and wait until the operator has looked at it again."""
-        before = operator.metric("bidikv_operator_reconciles_total")
-        mark = f"example.com/touched={before}"
-        self.kubectl.run("annotate", "bidikvinference", "chat", mark, "--overwrite")
-        eventually(
-            lambda: operator.metric("bidikv_operator_reconciles_total") > before, "another reconcile", WAIT, every=0.1
-        )
+    def count_judged_pods(self) -> int:
+        """Of which the scheduler has said that no node takes them."""
+        found = [item for pod in self.kubectl.find("pods") for item in pod["status"].get("conditions", [])]
+        return sum((item["type"], item["status"]) == ("PodScheduled", "False") for item in found)
 
 
 @pytest.fixture
@@ -201,7 +197,7 @@ def test_creates_all_children_and_says_what_is_missing(world: World) -> None:
     assert world.condition("Ready")["status"] == "False"
     assert world.condition("Progressing")["status"] == "True"
     assert status["endpoint"] == f"http://chat.{world.kubectl.namespace}.svc:8000/v1"
-    assert status["prefill"]["replicas"] == 2
+    eventually(lambda: world.count_replicas("prefill") == 2, "both pods to be counted", WAIT)
     pods = world.kubectl.find("pods", status["prefill"]["selector"])
     assert len(pods) == 2
     events = eventually(
@@ -214,18 +210,18 @@ def test_writes_nothing_at_rest(world: World) -> None:
     world.kubectl.apply(make_resource())
     operator = world.operator()
     world.wait_until_settled()
-    world.wait_for_reconcile(operator)
-    audit, metric = Audit(world.kubectl), operator.metric("bidikv_operator_writes_total")
+    operator.await_rest("chat")
+    audit, metric = Audit(world.kubectl), operator.metric(WRITES)
     for _ in range(3):
-        world.wait_for_reconcile(operator)
-    assert operator.metric("bidikv_operator_writes_total") == metric
+        operator.await_reconcile("chat")
+    assert operator.metric(WRITES) == metric
     assert audit.writes() == []
     # Neither does a process that starts with an empty memory.
     assert operator.terminate() == 0
     second = world.operator("two")
-    eventually(lambda: second.metric("bidikv_operator_reconciles_total") > 0, "a first reconcile", WAIT)
-    world.wait_for_reconcile(second)
-    assert second.metric("bidikv_operator_writes_total") == 0
+    eventually(lambda: second.metric(RECONCILES) > 0, "a first reconcile", WAIT)
+    second.await_reconcile("chat")
+    assert second.metric(WRITES) == 0
     assert audit.writes() == []
 
 
@@ -287,21 +283,17 @@ def test_changes_of_the_resource_are_carried_out(world: World) -> None:
     now = {f"ControllerRevision/chat-{role}-{identity.input_of(role)}" for role in ("prefill", "decode")}
     expected = (EXPECTED | now) - {"PodDisruptionBudget/chat-prefill"}
     eventually(lambda: world.has_exactly(expected), "the orphan to go", WAIT)
-    assert world.router_config()["reuse"] == "OneWay"
+    eventually(lambda: world.router_config()["reuse"] == "OneWay", "the routers' other configuration", WAIT)
     world.kubectl.run("scale", "bidikvinference", "chat", "--replicas=3")
     eventually(lambda: world.child(f"Deployment/{DECODE}")["spec"]["replicas"] == 3, "the scale of decode", WAIT)
-    eventually(
-        lambda: (world.kubectl.get("bidikvinference", "chat") or {})["status"]["decode"]["replicas"] == 3,
-        "counts",
-        WAIT,
-    )
+    eventually(lambda: world.count_replicas("decode") == 3, "three pods to be counted", WAIT)
 
 
 def test_an_invalid_change_is_told_and_changes_nothing(world: World) -> None:
     world.kubectl.apply(make_resource())
     operator = world.operator()
     world.wait_until_settled()
-    before = {name: child["metadata"]["resourceVersion"] for name, child in world.children().items()}
+    before = world.contents()
     bad = {"spec": {"containers": [{"name": "engine", "args": ["--port", "1"]}]}}
     world.kubectl.apply(make_resource(decode={"gpusPerPod": 0, "podTemplate": bad}))
     accepted = world.wait_for_condition("Accepted", "False", "Invalid")
@@ -309,8 +301,8 @@ def test_an_invalid_change_is_told_and_changes_nothing(world: World) -> None:
         "spec.decode.podTemplate.spec.containers[engine].args: the operator writes the arguments; use extraArgs instead"
     )
     assert world.condition("Ready")["reason"] == "Invalid"
-    world.wait_for_reconcile(operator)
-    assert {name: child["metadata"]["resourceVersion"] for name, child in world.children().items()} == before
+    operator.await_reconcile("chat")
+    assert world.contents() == before
     world.kubectl.apply(make_resource())
     world.wait_for_condition("Accepted", "True", "Valid")
 
@@ -446,5 +438,5 @@ def test_several_resources_in_one_namespace(world: World) -> None:
     eventually(all_told, "five resources told", WAIT)
     assert len(world.kubectl.find("deployments")) == 15
     assert operator.page("healthz") == (200, "ok\n")
-    gauge = re.findall(r'^bidikv_operator_resources\{ready="False"\} (\S+)', operator.page("metrics")[1], re.MULTILINE)
-    assert gauge == ["5.0"]
+    line = 'bidikv_operator_resources{ready="False"} 5.0'
+    eventually(lambda: line in operator.page("metrics")[1].splitlines(), "all of them in the metrics", WAIT)

@@ -11,7 +11,8 @@ from bidikv_operator import names
 from bidikv_operator.kinds import POD_MONITOR
 from e2e.kubectl import Kubectl, Manifest, eventually
 from e2e.operator_process import OperatorProcess
-from e2e.own_api_server import OwnApiServer
+from e2e.own_api_server import OwnApiServer, wait_until_established
+from e2e.small_resource import build_small_resource
 
 pytestmark = pytest.mark.cluster
 
@@ -35,26 +36,11 @@ def build_definition() -> Manifest:
     }
 
 
-RESOURCE: Manifest = {
-    "apiVersion": names.API_VERSION,
-    "kind": names.KIND,
-    "metadata": {"name": "chat"},
-    "spec": {
-        "model": {"source": {"path": "/models/none"}},
-        "image": "engine.example/none:v1",
-        "fabric": {"type": "TCP"},
-        "prefill": {"gpusPerPod": 0},
-        "decode": {"gpusPerPod": 0},
-        "monitoring": {"podMonitor": "Enabled"},
-    },
-}
-
-
 @pytest.fixture
 def kubectl(own_api_server: OwnApiServer) -> Iterator[Kubectl]:
     """A namespace on an API server that does not serve PodMonitors."""
     cluster = own_api_server.kubectl
-    cluster.run("delete", "crd", DEFINITION, "--ignore-not-found", "--timeout=30s")
+    cluster.run("delete", "crd", DEFINITION, "--ignore-not-found", timeout=WAIT)
     yield own_api_server.create_namespace("optional-kinds")
     cluster.apply(build_definition())
 
@@ -64,24 +50,13 @@ def test_a_kind_that_comes_and_goes(kubectl: Kubectl, tmp_path: Path) -> None:
     operator = OperatorProcess(kubectl, "one", "runtime.example/none:v1", tmp_path, settings)
     try:
         operator.start()
-        kubectl.apply(RESOURCE)
-        reason = eventually(
-            lambda: next(
-                (
-                    condition
-                    for condition in (kubectl.get("bidikv", "chat") or {}).get("status", {}).get("conditions", [])
-                    if condition["reason"] == names.REASON_KIND_MISSING
-                ),
-                None,
-            ),
-            "the status to name the missing kind",
-            WAIT,
-        )
-        assert DEFINITION in reason["message"]
+        kubectl.apply(build_small_resource(monitoring={"podMonitor": "Enabled"}))
+        told = operator.await_condition("chat", names.PROGRESSING, "False", names.REASON_KIND_MISSING)
+        assert DEFINITION in told["message"]
         assert kubectl.find("deployments"), "all else is there"
 
         kubectl.within("").apply(build_definition())
-        kubectl.run("wait", "--for=condition=Established", "--timeout=30s", f"crd/{DEFINITION}")
+        wait_until_established(kubectl, DEFINITION)
         assert operator.wait(WAIT) == 0, "it ends cleanly, to be started again"
         assert "PodMonitor is served now" in operator.log()
         assert "released the lease" in operator.log()
@@ -91,7 +66,7 @@ def test_a_kind_that_comes_and_goes(kubectl: Kubectl, tmp_path: Path) -> None:
         kubectl.run("delete", "podmonitor", name)
         eventually(lambda: kubectl.get("podmonitor", name), "a deleted PodMonitor to come back: it is watched", WAIT)
 
-        kubectl.run("delete", "crd", DEFINITION, "--timeout=30s")
+        kubectl.run("delete", "crd", DEFINITION, timeout=WAIT)
         assert operator.wait(WAIT) in (0, 1), "cleanly, or because the watch failed first"
         operator.start()
         eventually(operator.leads, "an operator without the kind to lead", WAIT)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from bidikv_operator import names
-from e2e.kubectl import Manifest, eventually
+from e2e.kubectl import Manifest
 from e2e.operator_process import OperatorProcess
 from e2e.own_api_server import OwnApiServer
+from e2e.small_resource import build_small_resource
 
 pytestmark = pytest.mark.cluster
 
-WAIT = 90.0
 POD_TEMPLATE: Manifest = {
     "metadata": {"labels": {"app": "theirs"}},
     "spec": {"containers": [{"name": "theirs", "image": "theirs.example/app:v1"}]},
@@ -53,19 +53,6 @@ THEIRS: tuple[Manifest, ...] = (
         "spec": {"selector": SELECTOR, "minAvailable": 1},
     },
 )
-RESOURCE: Manifest = {
-    "apiVersion": names.API_VERSION,
-    "kind": names.KIND,
-    "metadata": {"name": "chat"},
-    "spec": {
-        "model": {"source": {"path": "/models/none"}},
-        "image": "engine.example/none:v1",
-        "fabric": {"type": "TCP"},
-        "prefill": {"gpusPerPod": 0},
-        "decode": {"gpusPerPod": 0},
-        "router": {"replicas": 2},
-    },
-}
 
 
 def test_what_is_not_ours_is_left_alone(own_api_server: OwnApiServer, tmp_path: Path) -> None:
@@ -82,17 +69,8 @@ def test_what_is_not_ours_is_left_alone(own_api_server: OwnApiServer, tmp_path: 
     operator = OperatorProcess(kubectl, "one", "runtime.example/none:v1", tmp_path)
     try:
         operator.start()
-        kubectl.apply(RESOURCE)
-        condition = eventually(
-            lambda: (
-                found
-                if (found := kubectl.condition("bidikv", "chat", names.PROGRESSING)).get("reason")
-                == names.REASON_NAME_TAKEN
-                else None
-            ),
-            "the status to tell of the names",
-            WAIT,
-        )
+        kubectl.apply(build_small_resource(router={"replicas": 2}))
+        condition = operator.await_condition("chat", names.PROGRESSING, "False", names.REASON_NAME_TAKEN)
     finally:
         operator.kill()
     for manifest in THEIRS:
