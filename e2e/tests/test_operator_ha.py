@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from e2e.bench.operator.control_plane import URL
 from e2e.kubectl import Kubectl, Manifest, eventually
 from e2e.operator_process import OperatorProcess
 from e2e.own_api_server import OwnApiServer, Request
+from e2e.small_resource import build_small_resource
 
 pytestmark = pytest.mark.cluster
 
@@ -34,23 +36,14 @@ TERMS = {
     "BIDIKV_WRITE_TIMEOUT_SECONDS": "2",
 }
 MANY = 25
-ON_ITS_WAY = timedelta(seconds=0.5)
-"""What was sent before the lease was known to be lost may arrive so much later."""
+DELAY_SECONDS = 0.1
+"""Of every request of the first operator: MANY * 15 of them by 4 workers take 9 s at least, on a fast machine too."""
+ON_ITS_WAY = timedelta(seconds=2)
+"""What was sent before the lease was known to be lost may arrive so much later: the limit of a write."""
 
 
 def make_resource(number: int, replicas: int = 1) -> Manifest:
-    return {
-        "apiVersion": names.API_VERSION,
-        "kind": names.KIND,
-        "metadata": {"name": f"chat-{number}"},
-        "spec": {
-            "model": {"source": {"path": "/models/none"}},
-            "image": "engine.example/none:v1",
-            "fabric": {"type": "TCP"},
-            "prefill": {"replicas": replicas, "gpusPerPod": 0},
-            "decode": {"gpusPerPod": 0},
-        },
-    }
+    return build_small_resource(f"chat-{number}", prefill={"replicas": replicas, "gpusPerPod": 0})
 
 
 @dataclass
@@ -58,6 +51,8 @@ class World:
     server: OwnApiServer
     kubectl: Kubectl
     folder: Path
+    way: Relay
+    """Of the first operator to the API server."""
     stack: ExitStack = field(default_factory=ExitStack)
 
     def operator(self, identity: str, kubectl: Kubectl | None = None) -> OperatorProcess:
@@ -67,11 +62,15 @@ class World:
         self.stack.callback(process.kill)
         return process.start()
 
-    def pair(self, way: Kubectl | None = None) -> tuple[OperatorProcess, OperatorProcess]:
-        """A leader, by another way to the API server if told, and one that stands by."""
-        first = self.operator("first", way)
+    def leader(self) -> OperatorProcess:
+        """It leads, and is slow: what happens to it happens within its work."""
+        first = self.operator("first", self.server.reach_through(self.way.url))
         eventually(first.leads, "the first to lead", WAIT)
-        return first, self.operator("second")
+        return first
+
+    def pair(self) -> tuple[OperatorProcess, OperatorProcess]:
+        """A leader, and one that stands by."""
+        return self.leader(), self.operator("second")
 
     def writes(self, identity: str) -> list[Request]:
         """Of one operator in this namespace, Leases aside, in the order of their arrival."""
@@ -126,9 +125,10 @@ class World:
 def world(own_api_server: OwnApiServer, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     # Not deleted afterwards: there is no controller that would empty the namespace.
     kubectl = own_api_server.create_namespace(request.node.name.removeprefix("test_").replace("_", "-")[:63])
-    found = World(own_api_server, kubectl, tmp_path)
-    with found.stack:
-        yield found
+    with relay(URL) as way:
+        found = World(own_api_server, kubectl, tmp_path, way)
+        with found.stack:
+            yield found
 
 
 def test_a_leader_that_stops_hands_over_at_once(world: World) -> None:
@@ -177,21 +177,19 @@ def test_a_leader_that_was_stopped_past_its_lease_begins_nothing_more(world: Wor
 
 
 def test_a_leader_that_cannot_reach_the_api_server_stops(world: World) -> None:
-    with relay(URL) as way:
-        first, second = world.pair(world.server.reach_through(way.url))
-        world.load()
-        way.cut()
-        assert first.wait(WAIT) == 1
-        assert "lost the lease" in first.log()
-        eventually(second.leads, "the second to lead", WAIT)
-        world.change_all()
-        eventually(lambda: world.is_complete() and world.is_changed(), "everything to be done", WAIT)
-        world.assert_the_second_took_over()
+    first, second = world.pair()
+    world.load()
+    world.way.cut()
+    assert first.wait(WAIT) == 1
+    assert "lost the lease" in first.log()
+    eventually(second.leads, "the second to lead", WAIT)
+    world.change_all()
+    eventually(lambda: world.is_complete() and world.is_changed(), "everything to be done", WAIT)
+    world.assert_the_second_took_over()
 
 
 def test_a_leader_whose_lease_was_taken_stops_and_leaves_it(world: World) -> None:
-    first = world.operator("first")
-    eventually(first.leads, "it to lead", WAIT)
+    first = world.leader()
     world.load()
     world.steal_the_lease()
     assert first.wait(WAIT) == 1
@@ -202,7 +200,10 @@ def test_a_leader_whose_lease_was_taken_stops_and_leaves_it(world: World) -> Non
 
 
 class Relay:
-    """TCP to one place, until it is cut: then bytes vanish and connections stay open, as behind a dead switch."""
+    """TCP to one place, slow on the way there.
+
+    Once it is cut, bytes vanish and connections stay open, as behind a dead switch.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -230,12 +231,13 @@ class Relay:
                     continue
                 far = socket.create_connection(self._target)
                 self._open.append(far)
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                for source, sink, delay in ((near, far, DELAY_SECONDS), (far, near, 0.0)):
+                    threading.Thread(target=self._pass_on, args=(source, sink, delay), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, delay: float) -> None:
         with suppress(OSError):
             while data := source.recv(65_536):
+                time.sleep(delay)
                 if not self._cut.is_set():
                     sink.sendall(data)
             if not self._cut.is_set():
