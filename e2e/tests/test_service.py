@@ -163,14 +163,22 @@ def test_an_idle_operator_only_renews_its_lease(service: Service) -> None:
     """Over a minute at rest, as the API server's audit log tells. Reconciles at rest: ``test_operator.py``."""
     if find_external_kubeconfig(find_paths()) is not None:
         pytest.skip("the audit log of another cluster cannot be read")
-    with find_paths().audit_log.open() as log:
-        log.seek(0, io.SEEK_END)
-        time.sleep(60)
-        entries = [json.loads(line) for line in log if line.endswith("\n")]
     account = f"system:serviceaccount:{OPERATOR_NAMESPACE}:{RELEASE}"
-    objects = [entry.get("objectRef", {}) for entry in entries if entry["user"]["username"] == account]
     watched = (OPERATOR_NAMESPACE, service.kubectl.namespace)
-    written = {found["resource"] for found in objects if found.get("namespace") in watched}
+
+    def watch() -> set[str]:
+        """The resources that it writes within a minute."""
+        with find_paths().audit_log.open() as log:
+            log.seek(0, io.SEEK_END)
+            time.sleep(60)
+            entries = [json.loads(line) for line in log if line.endswith("\n")]
+        objects = [entry.get("objectRef", {}) for entry in entries if entry["user"]["username"] == account]
+        return {found["resource"] for found in objects if found.get("namespace") in watched}
+
+    written = watch()
+    if names.PLURAL in written:
+        # The status may have told of what engines report of the tests before: they are asked every 15 s.
+        written = watch()
     assert written == {"leases"}
 
 
