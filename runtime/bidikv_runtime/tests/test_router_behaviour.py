@@ -300,7 +300,7 @@ async def test_an_error_behind_a_comment_is_an_event(role: Any, behaviour: Behav
 
 
 async def test_an_engine_that_gives_no_answer_behind_a_comment_is_an_event() -> None:
-    async with running_rig(prefill=1, decode=1, limits=Limits(comment_seconds=0.01, prefill_seconds=0.6)) as rig:
+    async with running_rig(prefill=1, decode=1, limits=Limits(comment_seconds=0.01, prefill_seconds=2.0)) as rig:
         rig.behave("prefill", hang)
         async with rig.http.post(CHAT, json=turn(True)) as response:
             assert response.status == 200
