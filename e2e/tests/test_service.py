@@ -19,6 +19,7 @@ import pytest
 
 from bidikv_operator import names
 from bidikv_runtime import contract
+from e2e.argocd import read_health
 from e2e.cluster.paths import find_external_kubeconfig, find_paths
 from e2e.demo.__main__ import NAME, NAMESPACE, RESOURCE, prefill_cache_tokens, service_url, wait_until_ready
 from e2e.demo.client import Message, stream_chat
@@ -148,6 +149,16 @@ def test_kubectl_get_shows_ready_and_why(service: Service) -> None:
     columns = dict(zip(header.split(), row.split(), strict=False))
     assert columns["READY"] == "True"
     assert columns["REASON"] == service.kubectl.condition(names.SHORT_NAME, NAME, names.READY)["reason"]
+
+
+def test_argo_cd_calls_it_healthy(service: Service) -> None:
+    """Once nothing progresses: the tests before may have made a router restart."""
+
+    def is_healthy() -> bool:
+        resource = service.kubectl.get(names.SHORT_NAME, NAME)
+        return resource is not None and read_health(resource)[0] == "Healthy"
+
+    eventually(is_healthy, "Argo CD's health of the resource", timeout=60)
 
 
 def test_the_resource_owns_all_it_needs(service: Service) -> None:
