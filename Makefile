@@ -52,7 +52,7 @@ bench-router: setup  ## The router beside vllm-router, on one core each: speed, 
 bench-paths: engine  ## The paths of a turn on real engines: time to first token, what the router chooses (7 minutes)
 	@$(PYTHON) -m e2e.bench.paths $(ARGUMENTS)
 
-bench-operator: setup  ## The operator with 1,000 resources on an API server of its own: time, CPU, memory, calls (8 minutes)
+bench-operator: setup  ## The operator with 1,000 resources on an API server of its own: time, CPU, memory, calls (4 minutes)
 	@$(PYTHON) -m e2e.bench.operator $(ARGUMENTS)
 
 MINUTES := 10
