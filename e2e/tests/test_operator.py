@@ -268,6 +268,19 @@ def test_repairs_what_others_change(world: World) -> None:
     assert world.child("Service/chat")["metadata"]["annotations"]["example.com/theirs"] == "1"
 
 
+def test_a_paused_child_is_told_and_left_paused(world: World) -> None:
+    world.kubectl.apply(make_resource())
+    operator = world.operator()
+    world.wait_until_settled()
+    told = "kubectl rollout resume deployment/chat-router"
+    world.kubectl.run("rollout", "pause", "deployment/chat-router")
+    eventually(lambda: told in world.condition("Progressing")["message"], "the pause to be told", WAIT)
+    operator.await_reconcile("chat")
+    assert world.child("Deployment/chat-router")["spec"]["paused"] is True
+    world.kubectl.run("rollout", "resume", "deployment/chat-router")
+    eventually(lambda: told not in world.condition("Progressing")["message"], "the pause to be forgotten", WAIT)
+
+
 def test_changes_of_the_resource_are_carried_out(world: World) -> None:
     world.kubectl.apply(make_resource())
     world.operator()
