@@ -18,7 +18,8 @@ One step, the same whatever led here:
    one engine goes from one role, first where the other role has shown that the new group starts, else from prefill, as
    decode can serve alone.
 5. The current set grows into the room up to W + S. An engine of another group occupies its place until its pods are
-   gone: they hold their accelerators while they drain.
+   gone: they hold their accelerators while they drain. How many there are is known once its controller has seen what
+   was asked of it last.
 
 Templates that change within a group roll in place, by the sets' own controllers; decode's waits until prefill's has
 been seen to start (``may_take_newest``), so that one that does not leaves decode as it is.
@@ -218,12 +219,11 @@ class _State:
         for current in (found for found in self.sets if found.is_current):
             target = self.targets[current.role]
             missing = target.wanted - self.planned[current.ref]
-            occupied = [
-                max(found.replicas, found.live) + found.leaving
-                for found in self.sets
-                if found.role == current.role and not found.is_current
-            ]
-            if any(occupied):
+            others = [found for found in self.sets if found.role == current.role and not found.is_current]
+            occupied = [max(found.replicas, found.live) + found.leaving for found in others]
+            if not all(found.is_seen for found in others):
+                missing = 0  # its controller may just be making the pods of what it was asked for before
+            elif any(occupied):
                 room = target.wanted + target.surge - sum(occupied) - max(self.planned[current.ref], current.live)
                 missing = min(missing, room)
             grown[current.ref] = max(0, missing)
@@ -233,7 +233,9 @@ class _State:
         return all(self.planned[found.ref] == found.replicas for found in self.sets)
 
     def is_at_rest(self) -> bool:
-        return all(found.replicas == found.live == found.ready and not found.leaving for found in self.sets)
+        return all(
+            found.is_seen and found.replicas == found.live == found.ready and not found.leaving for found in self.sets
+        )
 
     def _drop_one(self, role: Role) -> bool:
         """Take one ready engine of another group, if the role and its partner can do without it."""

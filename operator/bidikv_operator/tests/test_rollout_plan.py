@@ -109,6 +109,23 @@ def test_ready_engines_stay_while_a_set_of_their_role_rolls_in_place(group: str,
     assert planned["decode-old"] == (1 if is_held else 0)
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_nothing_grows_before_the_controller_has_seen_what_was_asked_last(is_seen: bool) -> None:
+    """Asked for three and then for two, it may have made the third: one pod of two replicas is no room for another."""
+    old = replace(make_set(DECODE, "old", 2, 1), live=1, is_seen=is_seen)
+    sets = [make_set(PREFILL, "old", 0), make_set(PREFILL, "new", 1), old, make_set(DECODE, "new", 0)]
+    planned = plan_replicas(sets, {PREFILL: Target(1, 0, 1), DECODE: Target(3, 0, 1)})
+    assert planned[ChildRef(DEPLOYMENT, "decode-new")] == (1 if is_seen else 0)
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_no_gap_is_made_before_the_controllers_have_seen_what_was_asked_last(is_seen: bool) -> None:
+    sets = [make_set(role, group, count) for role in ENGINE_ROLES for group, count in (("old", 1), ("new", 0))]
+    sets = [replace(found, is_seen=is_seen or found.role == DECODE) for found in sets]
+    planned = plan_replicas(sets, dict.fromkeys(ENGINE_ROLES, Target(1, 0, 1)))
+    assert planned[ChildRef(DEPLOYMENT, "prefill-old")] == (0 if is_seen else 1)
+
+
 @pytest.mark.parametrize(
     ("wanted", "surge", "unavailable", "target"),
     [
