@@ -7,7 +7,6 @@ says what to do). The kubelet restarts the process: starting afresh is the one r
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import random
 import signal
@@ -35,6 +34,7 @@ from bidikv_operator.settings import Settings, SettingsError, read_settings
 from bidikv_operator.token_store import TokenStore
 from bidikv_operator.watch import Forgetful, WatchAges, build_registry, build_settings
 from bidikv_operator.workqueue import QueueObserver, WorkQueue
+from bidikv_runtime.collector import spare_collector
 
 logger = logging.getLogger("bidikv_operator")
 
@@ -385,17 +385,6 @@ async def run(settings: Settings) -> int:
         await kube.close()
 
 
-def tune_collector() -> None:
-    """Look for garbage less often, and not among what imports leave behind.
-
-    What passes leave is freed by its count of references. Measured while 1,000 resources were brought up: a tenth of
-    the CPU less, 3 MB more at rest.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 10, 50)
-
-
 def main() -> int:
     """Entry point of ``bidikv-operator``."""
     try:
@@ -403,7 +392,7 @@ def main() -> int:
         logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         if settings.log_level != "DEBUG":
             logging.getLogger("kopf").setLevel(logging.WARNING)  # it reports every event that it passed on
-        tune_collector()
+        spare_collector()  # a tenth of the CPU less while 1,000 resources are brought up, 3 MB more at rest
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(settings))
     except (SettingsError, StartError, ConfigException, OSError) as error:

@@ -161,7 +161,7 @@ class TokenStore:
         if known is None and not owner.get("status"):
             # New, so most likely without a Secret: asking first would be one request more for each.
             with suppress(ConflictError):
-                return await self._create(resolved, terms)
+                return await self._bring(resolved, None, terms, known)
         try:
             live = await self.client.get(SECRET, key.namespace, ref.name)
         except NotFoundError:
@@ -172,7 +172,17 @@ class TokenStore:
                 return TokenOutcome(failure=Failure(ref, names.REASON_NAME_TAKEN, NAME_TAKEN))
             if ownership == "previous" or live["metadata"].get("deletionTimestamp"):
                 return TokenOutcome(waiting=ref)
-        now = self.now()
+        return await self._bring(resolved, live, terms, known)
+
+    async def _bring(
+        self, resolved: Resolved, live: Object | None, terms: TokenTerms, known: _Known | None
+    ) -> TokenOutcome:
+        """Write what the Secret should be now, given what it is.
+
+        Raises:
+            ConflictError: it is not, or no longer, ``live``.
+        """
+        key, now = Key(resolved.namespace, resolved.name), self.now()
         state = parse_state(live, now) if live is not None else None
         planned = plan_token(state, terms, now, self.make_token, known=known.state.tokens if known else ())
         await self._write(resolved, live, planned)
@@ -181,19 +191,6 @@ class TokenStore:
         self._known[key] = _Known(resolved.uid, planned, now)
         is_step = planned != state and not (state is None and known is None)
         return TokenOutcome(pause=compute_pause(planned, terms, now), step=STEPS[planned.phase] if is_step else None)
-
-    async def _create(self, resolved: Resolved, terms: TokenTerms) -> TokenOutcome:
-        """The Secret of a resource that has none.
-
-        Raises:
-            ConflictError: it has one.
-        """
-        now = self.now()
-        planned = plan_token(None, terms, now, self.make_token, known=())
-        await self._write(resolved, None, planned)
-        logger.info("%s/%s: %s", resolved.namespace, resolved.name, STEPS[planned.phase])
-        self._known[Key(resolved.namespace, resolved.name)] = _Known(resolved.uid, planned, now)
-        return TokenOutcome(pause=compute_pause(planned, terms, now))
 
     async def _write(self, resolved: Resolved, live: Object | None, planned: TokenState) -> None:
         manifest = build_token_secret(resolved, planned)
